@@ -1,0 +1,18 @@
+//! The shared language of Torpor: what a sandbox is, which phases it goes through, and what a compute driver promises.
+//!
+//! Nothing here does I/O. `lifecycle` holds the only transition table; `driver` the trait behind which VMs, containers
+//! and pods live; `sim` a driver that only pretends, for tests; `conformance` the list that any driver must pass.
+
+pub mod conformance;
+pub mod driver;
+pub mod id;
+pub mod lifecycle;
+pub mod sim;
+pub mod spec;
+
+pub use driver::{
+    Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, Facts, Observed, Stopped,
+};
+pub use id::{InvalidName, Run, SandboxId, SandboxName};
+pub use lifecycle::{Event, Failure, Keep, Phase, Refusal, Request, State, Step};
+pub use spec::{InvalidSpec, Resources, RestartPolicy, SandboxSpec};

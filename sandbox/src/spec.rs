@@ -1,0 +1,312 @@
+//! What a user asks for.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use serde::{Deserialize, Serialize};
+
+/// Smallest guest memory that a stock kernel with the agent's initramfs boots in, bytes.
+pub const MIN_MEMORY: u64 = 96 << 20;
+/// Smallest disk, bytes.
+pub const MIN_DISK: u64 = 64 << 20;
+/// Largest disk that the overlay's fixed layout is made for, bytes.
+pub const MAX_DISK: u64 = 2 << 40;
+/// Most virtual CPUs.
+pub const MAX_CPUS: u32 = 32;
+/// Longest environment, argument list or label set, bytes of all keys and values together.
+const MAX_TEXT: usize = 256 << 10;
+/// Labels and annotations with this prefix belong to Torpor.
+pub const RESERVED_PREFIX: &str = "torpor.dev/";
+
+/// A sandbox as wished for. Everything has been chosen: defaults were filled in before.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SandboxSpec {
+    /// The compute driver's name: "vm", "sim".
+    pub driver: String,
+    /// Image name or digest as asked for.
+    pub image: String,
+    /// Digest that `image` stood for when the sandbox was created, "sha256:…". The base of its disk for ever.
+    pub image_digest: String,
+    /// Main command; empty: the sandbox idles.
+    #[serde(default)]
+    pub command: Vec<String>,
+    /// Environment of the main command and of every exec.
+    #[serde(default)]
+    pub environment: BTreeMap<String, String>,
+    /// Where the main command starts; the user's home when none.
+    #[serde(default)]
+    pub workdir: Option<String>,
+    /// Who runs the main command; root when none.
+    #[serde(default)]
+    pub user: Option<String>,
+    /// CPUs, memory, disk.
+    pub resources: Resources,
+    /// What happens when the main command ends.
+    #[serde(default)]
+    pub restart: RestartPolicy,
+    /// How long processes may take to end at suspend, stop and delete.
+    pub stop_grace: Duration,
+    /// "auto", or a machine of the vm driver.
+    #[serde(default = "auto")]
+    pub machine: String,
+    /// A kernel file on the host in place of the gateway's own.
+    #[serde(default)]
+    pub kernel: Option<String>,
+}
+
+fn auto() -> String {
+    "auto".to_owned()
+}
+
+/// What a sandbox may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resources {
+    /// Virtual CPUs.
+    pub cpus: u32,
+    /// Guest memory, bytes.
+    pub memory_bytes: u64,
+    /// Virtual size of the root disk, bytes.
+    pub disk_bytes: u64,
+}
+
+/// What happens when the main command ends by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RestartPolicy {
+    /// The sandbox is Completed.
+    #[default]
+    Never,
+    /// Started again unless it ended with code 0.
+    OnFailure,
+    /// Started again.
+    Always,
+}
+
+/// A field of a spec that breaks its rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{field}: {problem}")]
+pub struct InvalidSpec {
+    /// The field, as it is called in the API ("resources.cpus").
+    pub field: &'static str,
+    /// What is wrong and what is allowed.
+    pub problem: String,
+}
+
+/// What the host offers, for a check at create.
+#[derive(Clone, Copy, Debug)]
+pub struct HostLimits {
+    /// All memory of the host, bytes.
+    pub memory_bytes: u64,
+    /// CPUs of the host.
+    pub cpus: u32,
+}
+
+fn wrong<T>(field: &'static str, problem: impl Into<String>) -> Result<T, InvalidSpec> {
+    Err(InvalidSpec { field, problem: problem.into() })
+}
+
+impl SandboxSpec {
+    /// Checks every field by itself and against the host.
+    ///
+    /// # Errors
+    /// The first field that breaks its rule.
+    pub fn validate(&self, host: HostLimits) -> Result<(), InvalidSpec> {
+        self.resources.validate(host)?;
+        if self.image.is_empty() {
+            return wrong("image", "an image name or digest is needed; `torpor image list` shows them");
+        }
+        self.validate_command()?;
+        validate_environment("environment", &self.environment)?;
+        if let Some(dir) = &self.workdir
+            && (!dir.starts_with('/') || dir.contains('\0'))
+        {
+            return wrong("workdir", format!("'{}' is not an absolute path", dir.escape_debug()));
+        }
+        if let Some(user) = &self.user
+            && (user.is_empty() || user.len() > 64 || user.contains(|c: char| c.is_control() || c.is_whitespace()))
+        {
+            return wrong("user", "a user is a name or number, with an optional ':group'");
+        }
+        if !matches!(self.machine.as_str(), "auto" | "qemu" | "kvm") {
+            return wrong("machine", format!("'{}' is not one of auto, qemu, kvm", self.machine.escape_debug()));
+        }
+        if let Some(kernel) = &self.kernel
+            && !kernel.starts_with('/')
+        {
+            return wrong("kernel", "the path of a kernel must be absolute");
+        }
+        if self.stop_grace > Duration::from_secs(3600) {
+            return wrong("stop_grace", "at most one hour");
+        }
+        Ok(())
+    }
+
+    fn validate_command(&self) -> Result<(), InvalidSpec> {
+        if self.command.first().is_some_and(String::is_empty) {
+            return wrong("command", "the program's name is empty");
+        }
+        if self.command.iter().any(|a| a.contains('\0')) {
+            return wrong("command", "an argument holds a NUL byte");
+        }
+        if self.command.iter().map(String::len).sum::<usize>() > MAX_TEXT {
+            return wrong("command", format!("longer than {MAX_TEXT} bytes"));
+        }
+        Ok(())
+    }
+}
+
+impl Resources {
+    fn validate(&self, host: HostLimits) -> Result<(), InvalidSpec> {
+        if self.cpus == 0 || self.cpus > MAX_CPUS {
+            return wrong("resources.cpus", format!("{} CPUs asked for; 1 to {MAX_CPUS} are possible", self.cpus));
+        }
+        if self.cpus > host.cpus.saturating_mul(4) {
+            let problem = format!("{} CPUs asked for; the host has {}, at most four times that is allowed", self.cpus, host.cpus);
+            return wrong("resources.cpus", problem);
+        }
+        if self.memory_bytes < MIN_MEMORY {
+            let problem = format!("{} asked for; at least {} is needed", size(self.memory_bytes), size(MIN_MEMORY));
+            return wrong("resources.memory_bytes", problem);
+        }
+        if self.memory_bytes > host.memory_bytes {
+            let problem = format!("{} asked for; the host has {}", size(self.memory_bytes), size(host.memory_bytes));
+            return wrong("resources.memory_bytes", problem);
+        }
+        if !(MIN_DISK..=MAX_DISK).contains(&self.disk_bytes) {
+            let problem =
+                format!("{} asked for; {} to {} are possible", size(self.disk_bytes), size(MIN_DISK), size(MAX_DISK));
+            return wrong("resources.disk_bytes", problem);
+        }
+        Ok(())
+    }
+}
+
+/// Checks an environment: names without '=', nothing with NUL, all of bounded size.
+///
+/// # Errors
+/// Names `field` and the variable.
+pub fn validate_environment(field: &'static str, environment: &BTreeMap<String, String>) -> Result<(), InvalidSpec> {
+    for (key, value) in environment {
+        if key.is_empty() || key.contains(['=', '\0']) || value.contains('\0') {
+            return wrong(field, format!("variable '{}' is not valid", key.escape_debug()));
+        }
+    }
+    if environment.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>() > MAX_TEXT {
+        return wrong(field, format!("longer than {MAX_TEXT} bytes"));
+    }
+    Ok(())
+}
+
+/// Checks labels: keys of an optional DNS prefix and a name, values of at most 63 letters, as Kubernetes has them.
+///
+/// # Errors
+/// Names the label.
+pub fn validate_labels(labels: &BTreeMap<String, String>) -> Result<(), InvalidSpec> {
+    if labels.len() > 64 {
+        return wrong("labels", format!("{} labels; at most 64 are possible", labels.len()));
+    }
+    for (key, value) in labels {
+        let (prefix, name) = key.rsplit_once('/').map_or((None, key.as_str()), |(p, n)| (Some(p), n));
+        let key_fits = word(name, 63) && !name.is_empty() && prefix.is_none_or(|p| !p.is_empty() && word(p, 253));
+        if !key_fits || !word(value, 63) {
+            let problem = "letters, digits, '-', '_' and '.', at most 63, beginning and ending with a letter or digit";
+            return wrong("labels", format!("'{}={}' is not valid: {problem}", key.escape_debug(), value.escape_debug()));
+        }
+        if key.starts_with(RESERVED_PREFIX) {
+            return wrong("labels", format!("'{key}': labels under '{RESERVED_PREFIX}' are Torpor's own"));
+        }
+    }
+    Ok(())
+}
+
+fn word(text: &str, longest: usize) -> bool {
+    let end = |b: Option<u8>| b.is_none_or(|b| b.is_ascii_alphanumeric());
+    text.len() <= longest
+        && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
+        && end(text.bytes().next())
+        && end(text.bytes().last())
+}
+
+/// Bytes as people read them: "10 GiB", "96 MiB".
+pub fn size(bytes: u64) -> String {
+    const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    for (unit, factor) in UNITS {
+        if bytes >= factor {
+            let tenths = u128::from(bytes) * 10 / u128::from(factor);
+            return if tenths % 10 == 0 {
+                format!("{} {unit}", tenths / 10)
+            } else {
+                format!("{}.{} {unit}", tenths / 10, tenths % 10)
+            };
+        }
+    }
+    format!("{bytes} B")
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    const HOST: HostLimits = HostLimits { memory_bytes: 4 << 30, cpus: 2 };
+
+    pub(crate) fn spec() -> SandboxSpec {
+        SandboxSpec {
+            driver: "sim".into(),
+            image: "debian".into(),
+            image_digest: "sha256:0".into(),
+            command: vec![],
+            environment: BTreeMap::new(),
+            workdir: None,
+            user: None,
+            resources: Resources { cpus: 1, memory_bytes: 256 << 20, disk_bytes: 1 << 30 },
+            restart: RestartPolicy::Never,
+            stop_grace: Duration::from_secs(10),
+            machine: "auto".into(),
+            kernel: None,
+        }
+    }
+
+    #[test]
+    fn each_bad_field_is_refused_by_its_name() {
+        let cases: [(&str, fn(&mut SandboxSpec)); 12] = [
+            ("resources.cpus", |s| s.resources.cpus = 0),
+            ("resources.cpus", |s| s.resources.cpus = 33),
+            ("resources.cpus", |s| s.resources.cpus = 9),
+            ("resources.memory_bytes", |s| s.resources.memory_bytes = 1 << 20),
+            ("resources.memory_bytes", |s| s.resources.memory_bytes = 8 << 30),
+            ("resources.disk_bytes", |s| s.resources.disk_bytes = u64::MAX),
+            ("image", |s| s.image.clear()),
+            ("command", |s| s.command = vec!["a\0".into()]),
+            ("environment", |s| drop(s.environment.insert("A=B".into(), String::new()))),
+            ("workdir", |s| s.workdir = Some("relative".into())),
+            ("machine", |s| s.machine = "xen".into()),
+            ("user", |s| s.user = Some("a b".into())),
+        ];
+        assert_eq!(spec().validate(HOST), Ok(()));
+        for (field, spoil) in cases {
+            let mut bad = spec();
+            spoil(&mut bad);
+            assert_eq!(bad.validate(HOST).unwrap_err().field, field);
+        }
+    }
+
+    #[test]
+    fn memory_beyond_the_host_says_both_sizes() {
+        let mut bad = spec();
+        bad.resources.memory_bytes = 64 << 30;
+        assert_eq!(bad.validate(HOST).unwrap_err().to_string(), "resources.memory_bytes: 64 GiB asked for; the host has 4 GiB");
+    }
+
+    #[test]
+    fn labels_follow_the_kubernetes_rules_and_ours_are_reserved() {
+        let one = |k: &str, v: &str| validate_labels(&BTreeMap::from([(k.to_owned(), v.to_owned())]));
+        assert!(one("team", "blue").is_ok() && one("example.org/team", "").is_ok());
+        for (k, v) in [("", "x"), ("-a", "x"), ("a", "b c"), ("/a", "x"), ("torpor.dev/x", "y")] {
+            assert!(one(k, v).is_err(), "{k}={v}");
+        }
+    }
+
+    #[test]
+    fn sizes_read_well() {
+        assert_eq!([size(0), size(1536), size(10 << 30)], ["0 B", "1.5 KiB", "10 GiB"]);
+    }
+}
