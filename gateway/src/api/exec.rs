@@ -1,0 +1,174 @@
+//! Exec: the client's stream on one side, the agent's on the other, and nothing kept in between.
+
+use std::pin::Pin;
+
+use futures::{Stream, StreamExt as _};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+use torpor_proto::{agent::v1 as agent, v1};
+use torpor_sandbox::spec::validate_environment;
+
+use super::{Shared, to_status};
+use crate::{
+    error::{ApiError, Code},
+    store::Record,
+};
+
+/// Messages under way in each direction; the rest of the back-pressure is HTTP/2's.
+const BUFFER: usize = 8;
+/// Exit code when the timeout ended the command, as timeout(1) has it.
+const TIMED_OUT: i32 = 124;
+
+type Outputs = Pin<Box<dyn Stream<Item = Result<v1::ExecOutput, Status>> + Send>>;
+
+/// Runs one command.
+pub async fn exec(service: Shared, mut input: Streaming<v1::ExecInput>) -> Result<Outputs, Status> {
+    let start = match input.message().await? {
+        Some(v1::ExecInput { kind: Some(v1::exec_input::Kind::Start(start)) }) => start,
+        _ => return Err(to_status(ApiError::invalid("start", "the first message must say what to run"))),
+    };
+    let sandbox = start.sandbox.clone();
+    let (to_agent, start) = (mpsc::channel(BUFFER), convert_start(start).map_err(to_status)?);
+    let (record, channel, session) = service.connect(&sandbox).await.map_err(to_status)?;
+    let (tx, rx) = to_agent;
+    // Cannot fail: the channel is new and has room.
+    let _ = tx.send(agent::ExecInput { kind: Some(agent::exec_input::Kind::Start(start)) }).await;
+    let mut client = agent::agent_client::AgentClient::new(channel);
+    let opened = tokio::select! {
+        opened = client.exec(ReceiverStream::new(rx)) => opened,
+        () = session.cancelled() => return Err(left_ready(&service, &record).await),
+    };
+    let mut output = opened.map_err(|status| agent_failed(&record, &status))?.into_inner();
+
+    let (out, outputs) = mpsc::channel(BUFFER);
+    tokio::spawn(async move {
+        let pump = tokio::spawn(pump_input(input, tx));
+        loop {
+            let next = tokio::select! {
+                next = output.next() => next,
+                () = session.cancelled() => {
+                    // The last words of a command that was ended on purpose don't matter any more.
+                    let _ = out.send(Err(left_ready(&service, &record).await)).await;
+                    break;
+                }
+                () = out.closed() => break,
+            };
+            let (message, last) = match next {
+                Some(Ok(message)) => convert_output(message, &record),
+                // A broken stream and a suspend come together: say which it was.
+                Some(Err(_)) | None if session.is_cancelled() => (Err(left_ready(&service, &record).await), true),
+                Some(Err(status)) => (Err(agent_failed(&record, &status)), true),
+                None => (Err(Status::unavailable("the agent ended the stream without an exit code")), true),
+            };
+            if out.send(message).await.is_err() || last {
+                break;
+            }
+        }
+        pump.abort();
+    });
+    Ok(Box::pin(ReceiverStream::new(outputs)))
+}
+
+async fn pump_input(mut input: Streaming<v1::ExecInput>, to_agent: mpsc::Sender<agent::ExecInput>) {
+    use v1::exec_input::Kind;
+    while let Some(Ok(message)) = input.next().await {
+        let kind = match message.kind {
+            Some(Kind::Stdin(data)) => agent::exec_input::Kind::Stdin(data),
+            Some(Kind::StdinClose(_)) => agent::exec_input::Kind::StdinClose(agent::StdinClose {}),
+            Some(Kind::Resize(size)) => {
+                agent::exec_input::Kind::Resize(agent::WindowSize { cols: size.cols, rows: size.rows })
+            }
+            Some(Kind::Signal(signal)) => agent::exec_input::Kind::Signal(signal),
+            // A second start, or something newer than this gateway.
+            Some(Kind::Start(_)) | None => continue,
+        };
+        if to_agent.send(agent::ExecInput { kind: Some(kind) }).await.is_err() {
+            return;
+        }
+    }
+    // The client has closed its side: so does the command's stdin. The sender is kept until the command ends, since
+    // dropping it would look like a client that went away.
+    let close = agent::exec_input::Kind::StdinClose(agent::StdinClose {});
+    if to_agent.send(agent::ExecInput { kind: Some(close) }).await.is_ok() {
+        to_agent.closed().await;
+    }
+}
+
+fn convert_start(start: v1::ExecStart) -> Result<agent::ExecStart, ApiError> {
+    if start.argv.first().is_none_or(String::is_empty) {
+        return Err(ApiError::invalid("argv", "a command is needed"));
+    }
+    if start.argv.iter().any(|a| a.contains('\0')) {
+        return Err(ApiError::invalid("argv", "an argument holds a NUL byte"));
+    }
+    let environment: std::collections::BTreeMap<_, _> = start.environment.into_iter().collect();
+    validate_environment("environment", &environment)?;
+    super::convert::given(start.timeout, "timeout")?;
+    Ok(agent::ExecStart {
+        argv: start.argv,
+        environment: environment.into_iter().collect(),
+        workdir: start.workdir,
+        user: start.user,
+        stdin: start.stdin,
+        tty: start.tty,
+        size: start.size.map(|s| agent::WindowSize { cols: s.cols, rows: s.rows }),
+        timeout: start.timeout,
+        kill_grace: None,
+    })
+}
+
+/// The message for the client, and whether it is the last one.
+fn convert_output(message: agent::ExecOutput, record: &Record) -> (Result<v1::ExecOutput, Status>, bool) {
+    use agent::exec_output::Kind;
+    let (kind, last) = match message.kind {
+        Some(Kind::Stdout(data)) => (v1::exec_output::Kind::Stdout(data), false),
+        Some(Kind::Stderr(data)) => (v1::exec_output::Kind::Stderr(data), false),
+        Some(Kind::Started(started)) => {
+            let started = v1::ExecStarted { pid: started.pid, run: record.state.run.0 };
+            (v1::exec_output::Kind::Started(started), false)
+        }
+        Some(Kind::Exit(exit)) => {
+            let code = if exit.timed_out { TIMED_OUT } else { exit.code };
+            let exit = v1::ExecExit { code, signal: exit.signal, timed_out: exit.timed_out };
+            (v1::exec_output::Kind::Exit(exit), true)
+        }
+        Some(Kind::Error(error)) => return (Err(not_started(&error, record)), true),
+        // Something newer than this gateway.
+        None => return (Ok(v1::ExecOutput { kind: None }), false),
+    };
+    (Ok(v1::ExecOutput { kind: Some(kind) }), last)
+}
+
+fn not_started(error: &agent::ExecError, record: &Record) -> Status {
+    use agent::exec_error::Kind;
+    let (code, reason) = match error.kind() {
+        Kind::NotFound => (Code::NotFound, "COMMAND_NOT_FOUND"),
+        Kind::NotExecutable => (Code::InvalidArgument, "COMMAND_NOT_EXECUTABLE"),
+        Kind::NoSuchUser => (Code::InvalidArgument, "NO_SUCH_USER"),
+        Kind::NoSuchDirectory => (Code::InvalidArgument, "NO_SUCH_DIRECTORY"),
+        Kind::Invalid => (Code::InvalidArgument, "INVALID_ARGUMENT"),
+        Kind::Other | Kind::Unspecified => (Code::Internal, "EXEC_FAILED"),
+    };
+    to_status(ApiError::new(code, reason, error.message.clone()).with("sandbox", &record.name))
+}
+
+/// What to say when the sandbox left Ready under a session.
+pub async fn left_ready(service: &Shared, record: &Record) -> Status {
+    match service.store.get(record.id.as_str()).await {
+        Ok(latest) => to_status(ApiError::not_ready(&latest)),
+        Err(error) => to_status(error.into()),
+    }
+}
+
+/// What to say when the agent could not do it.
+pub fn agent_failed(record: &Record, status: &Status) -> Status {
+    let code = match status.code() {
+        tonic::Code::InvalidArgument => Code::InvalidArgument,
+        tonic::Code::FailedPrecondition => Code::FailedPrecondition,
+        tonic::Code::ResourceExhausted => Code::ResourceExhausted,
+        _ => Code::Unavailable,
+    };
+    let message = format!("the agent of sandbox '{}': {}", record.name, status.message());
+    to_status(ApiError::new(code, "AGENT_FAILED", message).about(record).with("next", format!("torpor get {}", record.name)))
+}

@@ -1,0 +1,153 @@
+//! Watching: what is, then what changes, with a cursor to go on from.
+
+use std::{collections::HashMap, pin::Pin, sync::Arc};
+
+use futures::Stream;
+use tokio::sync::{broadcast::error::RecvError, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+use torpor_proto::v1::{self, sandbox_event::Kind};
+
+use super::{Shared, convert, to_status};
+use crate::{
+    error::ApiError,
+    store::{Cursor, Record, Selector},
+};
+
+/// Events that wait for a slow reader; then it is the reader's own stream that waits, and lags, and reads on.
+const BUFFER: usize = 64;
+
+type Events = Pin<Box<dyn Stream<Item = Result<v1::SandboxEvent, Status>> + Send>>;
+
+/// Which sandboxes a watcher wants.
+struct Filter {
+    id: Option<String>,
+    selector: Selector,
+}
+
+impl Filter {
+    fn wants(&self, record: &Record) -> bool {
+        self.id.as_deref().is_none_or(|id| id == record.id.as_str()) && self.selector.matches(&record.labels)
+    }
+}
+
+struct Watcher {
+    service: Shared,
+    filter: Filter,
+    cursor: Cursor,
+    /// Which sandboxes the reader knows of, so that it hears of the end of those only.
+    known: HashMap<String, ()>,
+    out: mpsc::Sender<Result<v1::SandboxEvent, Status>>,
+}
+
+/// The reader has gone.
+struct Gone;
+
+/// Starts a watch.
+pub async fn watch(service: Shared, request: v1::WatchSandboxesRequest) -> Result<Events, ApiError> {
+    let id = match request.sandbox.as_str() {
+        "" => None,
+        name => Some(service.store.get(name).await?.id.to_string()),
+    };
+    let filter = Filter { id, selector: request.label_selector.parse()? };
+    let cursor = match request.cursor.as_str() {
+        "" => None,
+        text => Some(text.parse::<Cursor>()?),
+    };
+    // Before the first read, so that nothing falls between it and the changes.
+    let changes = service.store.subscribe();
+    let steps = service.progress.subscribe();
+    let missed = service.store.changes_after(cursor).await?;
+    let (out, events) = mpsc::channel(BUFFER);
+    let mut watcher = Watcher { service, filter, cursor: missed.cursor, known: HashMap::new(), out };
+    tokio::spawn(async move {
+        let kind = if cursor.is_some() { Kind::Changed } else { Kind::Snapshot };
+        // Ends when the reader does.
+        let _ = watcher.run(missed, kind, changes, steps).await;
+    });
+    Ok(Box::pin(ReceiverStream::new(events)))
+}
+
+impl Watcher {
+    async fn run(
+        &mut self,
+        missed: crate::store::Missed,
+        kind: Kind,
+        mut changes: tokio::sync::broadcast::Receiver<crate::store::Change>,
+        mut steps: tokio::sync::broadcast::Receiver<torpor_sandbox::SandboxId>,
+    ) -> Result<(), Gone> {
+        self.catch_up(missed, kind).await?;
+        self.send(Kind::Synced, None).await?;
+        loop {
+            tokio::select! {
+                change = changes.recv() => match change {
+                    Ok(change) if change.number <= self.cursor.0 => {}
+                    Ok(change) => {
+                        self.cursor = Cursor(change.number);
+                        if change.gone {
+                            let (id, name) = (change.record.id.to_string(), change.record.name.clone());
+                            self.deleted(id, name).await?;
+                        } else {
+                            self.changed(change.record, Kind::Changed).await?;
+                        }
+                    }
+                    Err(RecvError::Lagged(_)) => {
+                        let missed = self.service.store.changes_after(Some(self.cursor)).await;
+                        match missed {
+                            Ok(missed) => self.catch_up(missed, Kind::Changed).await?,
+                            Err(error) => {
+                                // The reader is told, and watches again.
+                                let _ = self.out.send(Err(to_status(error.into()))).await;
+                                return Err(Gone);
+                            }
+                        }
+                    }
+                    Err(RecvError::Closed) => return Ok(()),
+                },
+                step = steps.recv() => {
+                    if let Ok(id) = step
+                        && self.known.contains_key(id.as_str())
+                        && let Ok(record) = self.service.store.get(id.as_str()).await
+                    {
+                        self.changed(Arc::new(record), Kind::Changed).await?;
+                    }
+                },
+                () = self.out.closed() => return Err(Gone),
+            }
+        }
+    }
+
+    async fn catch_up(&mut self, missed: crate::store::Missed, kind: Kind) -> Result<(), Gone> {
+        for record in missed.changed {
+            self.changed(Arc::new(record), kind).await?;
+        }
+        for (id, name, _) in missed.deleted {
+            // Whether the reader knew it can't be told after a break.
+            self.known.insert(id.clone(), ());
+            self.deleted(id, name).await?;
+        }
+        self.cursor = missed.cursor;
+        Ok(())
+    }
+
+    async fn changed(&mut self, record: Arc<Record>, kind: Kind) -> Result<(), Gone> {
+        if !self.filter.wants(&record) {
+            return Ok(());
+        }
+        self.known.insert(record.id.to_string(), ());
+        let view = self.service.view(record).await;
+        self.send(kind, Some(convert::sandbox(&view))).await
+    }
+
+    async fn deleted(&mut self, id: String, name: String) -> Result<(), Gone> {
+        if self.known.remove(&id).is_none() || self.filter.id.as_deref().is_some_and(|wanted| wanted != id) {
+            return Ok(());
+        }
+        self.send(Kind::Deleted, Some(convert::buried(id, name))).await
+    }
+
+    async fn send(&self, kind: Kind, sandbox: Option<v1::Sandbox>) -> Result<(), Gone> {
+        let event = v1::SandboxEvent { kind: kind.into(), sandbox, cursor: self.cursor.to_string() };
+        self.out.send(Ok(event)).await.map_err(|_| Gone)
+    }
+}

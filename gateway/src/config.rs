@@ -1,0 +1,246 @@
+//! The gateway's configuration: one TOML file. Unknown keys are refused.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use torpor_netpool::PoolConfig;
+
+/// Everything that can be configured. Every key has a default; docs/guide/configuration.md lists them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Database, disks and images.
+    pub state_dir: PathBuf,
+    /// Sockets and pid files of what runs; best on a tmpfs.
+    pub run_dir: PathBuf,
+    /// Where clients connect: "unix:///PATH" (mode 0600).
+    pub listen: String,
+    /// Drivers to offer: "vm", "sim" (runs nothing; for tests).
+    pub drivers: Vec<String>,
+    /// The driver of requests that name none; the first of `drivers` when empty.
+    pub default_driver: String,
+    /// The guest agent; found beside the executable or in /usr/lib/torpor when empty.
+    pub agent: PathBuf,
+    /// The vm driver's machine: "auto", "qemu" or "kvm".
+    pub machine: String,
+    /// How long a guest may take from its start to its agent's answer, seconds.
+    pub boot_timeout_seconds: u64,
+    /// Name servers for guests; the host's own when empty.
+    pub nameservers: Vec<std::net::Ipv4Addr>,
+    /// What a create need not say.
+    pub defaults: Defaults,
+    /// Addresses and devices of guests.
+    pub network: PoolConfig,
+    /// What all sandboxes together may use.
+    pub limits: Limits,
+}
+
+/// What a create need not say.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Defaults {
+    /// Image name.
+    pub image: String,
+    /// Virtual CPUs.
+    pub cpus: u32,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Bytes of disk; at least the image's size is taken.
+    pub disk_bytes: u64,
+    /// For processes to end at suspend, stop and delete, seconds.
+    pub stop_grace_seconds: u64,
+}
+
+impl Default for Defaults {
+    fn default() -> Self {
+        Self {
+            image: "debian".to_owned(),
+            cpus: 1,
+            memory_bytes: 512 << 20,
+            disk_bytes: 10 << 30,
+            stop_grace_seconds: 10,
+        }
+    }
+}
+
+/// What all running sandboxes together may use.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Guest memory of all that run, bytes; 0: nine tenths of the host's.
+    pub memory_bytes: u64,
+    /// Virtual CPUs of all that run, in percent of the host's.
+    pub cpu_percent: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { memory_bytes: 0, cpu_percent: 1600 }
+    }
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            state_dir: "/var/lib/torpor".into(),
+            run_dir: "/run/torpor".into(),
+            listen: "unix:///run/torpor/gateway.sock".to_owned(),
+            drivers: vec!["vm".to_owned()],
+            default_driver: String::new(),
+            agent: PathBuf::new(),
+            machine: "auto".to_owned(),
+            boot_timeout_seconds: 60,
+            nameservers: Vec::new(),
+            defaults: Defaults::default(),
+            network: PoolConfig::default(),
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// A configuration that can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file can't be read.
+    #[error("configuration file '{}': {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is not what it should be.
+    #[error("configuration file '{}': {source}", path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: toml::de::Error,
+    },
+    /// A value is not possible.
+    #[error("configuration: {key}: {problem}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// What is wrong and what is allowed.
+        problem: String,
+    },
+}
+
+impl Config {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// Unreadable, not TOML, or with a key that is not known.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        toml::from_str(&text).map_err(|source| ConfigError::Parse { path: path.to_owned(), source })
+    }
+
+    /// Checks what no type can.
+    ///
+    /// # Errors
+    /// The key and what is wrong.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let wrong = |key, problem: String| Err(ConfigError::Value { key, problem });
+        if !self.state_dir.is_absolute() || !self.run_dir.is_absolute() {
+            return wrong("state_dir", "state_dir and run_dir must be absolute paths".to_owned());
+        }
+        if self.socket().is_none() {
+            return wrong("listen", format!("'{}' is not unix:///PATH", self.listen));
+        }
+        if self.drivers.is_empty() {
+            return wrong("drivers", "at least one is needed: vm".to_owned());
+        }
+        if let Some(unknown) = self.drivers.iter().find(|d| !["vm", "sim"].contains(&d.as_str())) {
+            return wrong("drivers", format!("'{unknown}' is not one of vm, sim"));
+        }
+        if !self.drivers.contains(&self.default_driver().to_owned()) {
+            return wrong("default_driver", format!("'{}' is not among drivers", self.default_driver));
+        }
+        if !["auto", "qemu", "kvm"].contains(&self.machine.as_str()) {
+            return wrong("machine", format!("'{}' is not one of auto, qemu, kvm", self.machine));
+        }
+        if self.boot_timeout_seconds == 0 {
+            return wrong("boot_timeout_seconds", "at least 1".to_owned());
+        }
+        self.network.validate().map_err(|e| ConfigError::Value { key: "network", problem: e.to_string() })
+    }
+
+    /// The default driver.
+    pub fn default_driver(&self) -> &str {
+        match self.default_driver.as_str() {
+            "" => self.drivers.first().map_or("", String::as_str),
+            name => name,
+        }
+    }
+
+    /// The socket's path.
+    pub fn socket(&self) -> Option<PathBuf> {
+        self.listen.strip_prefix("unix://").filter(|p| p.starts_with('/')).map(PathBuf::from)
+    }
+
+    /// The guest agent: as configured, else the first static one of those beside the executable and where packages
+    /// put it. (An agent that needs a dynamic loader can't be the first program of a guest.)
+    pub fn find_agent(&self) -> Option<PathBuf> {
+        if !self.agent.as_os_str().is_empty() {
+            return Some(self.agent.clone());
+        }
+        let exe = std::env::current_exe().ok();
+        let beside = exe.as_deref().and_then(Path::parent).map(|dir| [dir.join("guest/torpor-agent"), dir.join("torpor-agent")]);
+        let places = beside.into_iter().flatten().chain([PathBuf::from("/usr/lib/torpor/torpor-agent")]);
+        places.into_iter().find(|p| is_static(p))
+    }
+}
+
+/// Whether a file is a 64-bit ELF program without an interpreter (elf(5): program header type 3 is PT_INTERP).
+fn is_static(path: &Path) -> bool {
+    const PT_INTERP: u32 = 3;
+    let mut head = [0; 4096];
+    let read = std::fs::File::open(path).and_then(|mut file| std::io::Read::read(&mut file, &mut head));
+    let Ok(length) = read else { return false };
+    let head = &head[..length];
+    let number = |at: usize, bytes: usize| {
+        let raw = head.get(at..at + bytes)?;
+        Some(raw.iter().rev().fold(0_u64, |n, &b| n << 8 | u64::from(b)) as usize)
+    };
+    let (Some(table), Some(size), Some(count)) = (number(32, 8), number(54, 2), number(56, 2)) else { return false };
+    let interpreter = (0..count).any(|n| number(table.saturating_add(n * size), 4) == Some(PT_INTERP as usize));
+    head.starts_with(b"\x7fELF\x02\x01") && count > 0 && !interpreter
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_valid_and_survive_a_round_trip() {
+        let config = Config::default();
+        config.validate().unwrap();
+        let text = toml::to_string(&config).unwrap();
+        assert_eq!(toml::from_str::<Config>(&text).unwrap(), config);
+    }
+
+    #[test]
+    fn an_unknown_key_is_refused_by_name() {
+        let error = toml::from_str::<Config>("state_dirr = '/x'").unwrap_err().to_string();
+        assert!(error.contains("state_dirr"), "{error}");
+    }
+
+    #[test]
+    fn every_key_is_documented() {
+        let page = include_str!("../../docs/guide/configuration.md");
+        let all = toml::Value::try_from(Config { network: PoolConfig { uplink: Some("x".into()), mtu: Some(1), ..PoolConfig::default() }, ..Config::default() }).unwrap();
+        let mut tables = vec![&all];
+        while let Some(table) = tables.pop() {
+            for (key, value) in table.as_table().unwrap() {
+                let shown = if value.is_table() { format!("`[{key}]`") } else { format!("`{key}`") };
+                assert!(page.contains(&shown), "{shown} is not on the page");
+                if value.is_table() {
+                    tables.push(value);
+                }
+            }
+        }
+    }
+}

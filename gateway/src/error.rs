@@ -1,0 +1,174 @@
+//! What a verb answers when it can't do as asked.
+
+use std::collections::BTreeMap;
+
+use torpor_sandbox::{DriverError, Failure, InvalidSpec, Phase};
+
+use crate::store::{Record, StoreError};
+
+/// The status codes of the contract.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "gRPC's own names")]
+pub enum Code {
+    NotFound,
+    AlreadyExists,
+    InvalidArgument,
+    FailedPrecondition,
+    Aborted,
+    OutOfRange,
+    ResourceExhausted,
+    Unavailable,
+    DeadlineExceeded,
+    Unimplemented,
+    Internal,
+}
+
+/// An answer with everything that a client can act on.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct ApiError {
+    /// gRPC status.
+    pub code: Code,
+    /// For programs: upper case, stable.
+    pub reason: String,
+    /// For people.
+    pub message: String,
+    /// phase, sandbox, next, step, console …
+    pub metadata: BTreeMap<String, String>,
+}
+
+impl ApiError {
+    /// An error without metadata.
+    pub fn new(code: Code, reason: impl Into<String>, message: impl Into<String>) -> Self {
+        Self { code, reason: reason.into(), message: message.into(), metadata: BTreeMap::new() }
+    }
+
+    /// Adds what the client can act on.
+    #[must_use]
+    pub fn with(mut self, key: &str, value: impl Into<String>) -> Self {
+        self.metadata.insert(key.to_owned(), value.into());
+        self
+    }
+
+    /// Bad input.
+    pub fn invalid(field: &str, problem: impl std::fmt::Display) -> Self {
+        Self::new(Code::InvalidArgument, "INVALID_ARGUMENT", format!("{field}: {problem}")).with("field", field)
+    }
+
+    /// Something of ours failed.
+    pub fn internal(error: impl std::fmt::Display) -> Self {
+        Self::new(Code::Internal, "INTERNAL", error.to_string())
+    }
+
+    /// A sandbox that came to rest in Error instead of where it was sent.
+    pub fn of_failure(record: &Record, failure: &Failure) -> Self {
+        let code = match failure.reason.as_str() {
+            "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED" | "BACKEND_MISSING"
+            | "UNSUPPORTED" => Code::FailedPrecondition,
+            "INVALID" => Code::InvalidArgument,
+            "EXHAUSTED" => Code::ResourceExhausted,
+            _ => Code::Internal,
+        };
+        let error = Self::new(code, &failure.reason, format!("{} failed: {}", failure.step, failure.message));
+        let error = error.about(record).with("step", &failure.step).with("next", next_command(&failure.reason, &record.name));
+        if failure.console.is_empty() { error } else { error.with("console", last_bytes(&failure.console, 2048)) }
+    }
+
+    /// Adds the sandbox and its phase.
+    #[must_use]
+    pub fn about(self, record: &Record) -> Self {
+        self.with("sandbox", &record.name).with("id", record.id.as_str()).with("phase", record.state.phase.as_str())
+    }
+
+    /// Exec and the like outside Ready.
+    pub fn not_ready(record: &Record) -> Self {
+        let name = &record.name;
+        let phase = record.state.phase;
+        let (reason, next) = match phase {
+            Phase::Suspended | Phase::Suspending => ("SUSPENDED", format!("torpor resume {name}")),
+            Phase::Stopped | Phase::Stopping => ("STOPPED", format!("torpor start {name}")),
+            Phase::Completed => ("COMPLETED", format!("torpor start {name}")),
+            Phase::Error => ("SANDBOX_ERROR", format!("torpor resume {name}")),
+            Phase::Deleting => ("DELETING", String::new()),
+            _ => ("NOT_READY", format!("torpor wait {name}")),
+        };
+        let message = format!("sandbox '{name}' is {phase}, not Ready");
+        let error = Self::new(Code::FailedPrecondition, reason, message).about(record);
+        if next.is_empty() { error } else { error.with("next", next) }
+    }
+}
+
+/// The command to type after a failure.
+pub fn next_command(reason: &str, name: &str) -> String {
+    match reason {
+        "BASE_MISSING" => format!("bring the image back (torpor image import or build), then: torpor resume {name}"),
+        "BASE_CHANGED" => format!("put the image's own bytes back, then: torpor resume {name}"),
+        "DATA_MISSING" => format!("put the workspace disk back where it was, then: torpor resume {name}"),
+        "MEMORY_MISSING" => format!("torpor start {name}"),
+        "LOCKED" => format!("end the process that holds the disk, then: torpor resume {name}"),
+        "EXHAUSTED" => "torpor list; suspend what is not needed".to_owned(),
+        _ => format!("torpor logs {name}; torpor resume {name}"),
+    }
+}
+
+/// The end of a text, at a character's boundary.
+fn last_bytes(text: &str, bytes: usize) -> &str {
+    let mut from = text.len().saturating_sub(bytes);
+    while !text.is_char_boundary(from) {
+        from += 1;
+    }
+    &text[from..]
+}
+
+impl From<StoreError> for ApiError {
+    fn from(error: StoreError) -> Self {
+        let message = error.to_string();
+        match error {
+            StoreError::NotFound(name) => Self::new(Code::NotFound, "SANDBOX_NOT_FOUND", message)
+                .with("sandbox", name)
+                .with("next", "torpor list"),
+            StoreError::NameTaken(name) => Self::new(Code::AlreadyExists, "NAME_TAKEN", message)
+                .with("sandbox", &name)
+                .with("next", format!("torpor get {name}")),
+            StoreError::Stale { name, found, .. } => Self::new(Code::Aborted, "STALE_VERSION", message)
+                .with("sandbox", &name)
+                .with("version", found.to_string())
+                .with("next", format!("torpor get {name}")),
+            StoreError::Refused { name, refusal } => {
+                let error = Self::new(Code::FailedPrecondition, "WRONG_PHASE", message)
+                    .with("sandbox", &name)
+                    .with("phase", refusal.phase.as_str());
+                match refusal.next {
+                    Some(next) => error.with("next", format!("torpor {next} {name}")),
+                    None => error,
+                }
+            }
+            StoreError::RequestReused(_) => Self::new(Code::InvalidArgument, "REQUEST_ID_REUSED", message),
+            StoreError::Exhausted(_) => Self::new(Code::ResourceExhausted, "EXHAUSTED", message),
+            StoreError::BadToken(_) => Self::new(Code::InvalidArgument, "BAD_TOKEN", message),
+            StoreError::CursorTooOld => Self::new(Code::OutOfRange, "CURSOR_TOO_OLD", message),
+            StoreError::Closed => Self::new(Code::Unavailable, "SHUTTING_DOWN", message),
+            _ => Self::internal(message),
+        }
+    }
+}
+
+impl From<InvalidSpec> for ApiError {
+    fn from(error: InvalidSpec) -> Self {
+        Self::invalid(error.field, error.problem)
+    }
+}
+
+impl From<DriverError> for ApiError {
+    fn from(error: DriverError) -> Self {
+        let code = match &error {
+            DriverError::Missing | DriverError::BaseMissing(_) | DriverError::BaseChanged(_) => Code::FailedPrecondition,
+            DriverError::DataMissing(_) | DriverError::Locked { .. } => Code::FailedPrecondition,
+            DriverError::Unsupported(_) => Code::FailedPrecondition,
+            DriverError::Invalid(_) => Code::InvalidArgument,
+            DriverError::Exhausted(_) => Code::ResourceExhausted,
+            _ => Code::Unavailable,
+        };
+        Self::new(code, error.reason(), error.to_string())
+    }
+}

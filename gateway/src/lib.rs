@@ -1,0 +1,29 @@
+//! The gateway: verbs over gRPC, a store, and a reconciler that makes what is written come true.
+//!
+//! ```text
+//! api/ ──▶ service ──intent──▶ store ──changes──▶ reconcile ──verbs──▶ drivers
+//! ```
+//! Only `store/` knows SQL, only `reconcile` calls a driver's verbs, only `api/` knows wire types.
+
+mod api;
+pub mod config;
+pub mod doctor;
+mod drivers;
+mod error;
+mod progress;
+mod reconcile;
+mod serve;
+mod service;
+mod sessions;
+mod store;
+
+pub use config::{Config, ConfigError};
+pub use drivers::Drivers;
+pub use error::{ApiError, Code};
+pub use serve::{Gateway, ServeError, serve};
+pub use store::StoreError;
+
+/// The child process of the KVM probe; never returns.
+pub fn kvm_probe_child() -> ! {
+    torpor_driver_vm::probe::child_main()
+}

@@ -1,0 +1,579 @@
+//! Makes what is written come true. The only caller of driver verbs.
+//!
+//! One worker per sandbox that has something to do. One turn: load the record, observe the backend, ask the table, then
+//! either write what has happened (compare-and-swap) or do one verb. A verb that is no longer wanted, since the user
+//! has turned round, is dropped; the next turn sees what is there. Hints and committed changes only say "look".
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use futures::StreamExt as _;
+use rand::Rng as _;
+use tokio::sync::{Notify, Semaphore, broadcast};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use torpor_netpool::policy::Want;
+use torpor_sandbox::{
+    ComputeDriver, DriverError, Event, Failure, Keep, Phase, SandboxId, State, Step,
+    lifecycle::step,
+};
+
+use crate::{
+    drivers::Drivers,
+    progress::{Progress, Trouble},
+    sessions::Sessions,
+    store::{Applied, Record, Store, StoreError},
+};
+
+/// Transient failures of a start before the sandbox is in Error.
+const START_ATTEMPTS: u32 = 5;
+/// Starts at once, per host CPU.
+const BOOTS_PER_CPU: usize = 4;
+/// Creates, stops and deletes at once.
+const OTHERS: usize = 64;
+/// Console kept with a failure, bytes.
+const CONSOLE_TAIL: usize = 4096;
+const FIRST_DELAY: Duration = Duration::from_millis(200);
+const LONGEST_DELAY: Duration = Duration::from_secs(30);
+/// Ready sandboxes are looked at this often even when no hint comes.
+const RESYNC: Duration = Duration::from_secs(60);
+
+/// See the module.
+pub struct Reconciler {
+    store: Arc<Store>,
+    drivers: Arc<Drivers>,
+    progress: Arc<Progress>,
+    sessions: Arc<Sessions>,
+    workers: Mutex<HashMap<SandboxId, Arc<Worker>>>,
+    /// Those that wait for something of the host.
+    hungry: Mutex<HashSet<SandboxId>>,
+    boots: Semaphore,
+    others: Semaphore,
+    tasks: TaskTracker,
+    end: CancellationToken,
+}
+
+#[derive(Default)]
+struct Worker {
+    dirty: AtomicBool,
+    poke: Notify,
+}
+
+/// What a turn leads to.
+enum Turn {
+    Again,
+    Rest,
+    Later(Duration),
+}
+
+/// A verb's answer, as far as the table cares.
+enum Done {
+    Event { event: Event, release: bool },
+    Look,
+}
+
+/// Backoff of one worker.
+#[derive(Default)]
+struct Backoff {
+    failures: u32,
+}
+
+impl Backoff {
+    fn next(&mut self) -> Duration {
+        let factor = 1_u32 << self.failures.min(10);
+        self.failures = self.failures.saturating_add(1);
+        let delay = FIRST_DELAY.saturating_mul(factor).min(LONGEST_DELAY);
+        delay.mul_f64(rand::rng().random_range(0.75..1.25))
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Reconciler {
+    /// Nothing happens before [`Reconciler::run`].
+    pub fn new(
+        store: Arc<Store>,
+        drivers: Arc<Drivers>,
+        progress: Arc<Progress>,
+        sessions: Arc<Sessions>,
+        end: CancellationToken,
+    ) -> Arc<Self> {
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Arc::new(Self {
+            store,
+            drivers,
+            progress,
+            sessions,
+            workers: Mutex::default(),
+            hungry: Mutex::default(),
+            boots: Semaphore::new(cpus * BOOTS_PER_CPU),
+            others: Semaphore::new(OTHERS),
+            tasks: TaskTracker::new(),
+            end,
+        })
+    }
+
+    /// Follows changes and hints until the gateway ends.
+    pub async fn run(self: Arc<Self>) {
+        let changes = self.store.subscribe();
+        let hints = futures::stream::select_all(self.drivers.all().map(|d| d.hints()));
+        self.look_at_unsettled().await;
+        tokio::join!(self.follow_changes(changes), self.follow_hints(hints), self.resync());
+    }
+
+    /// Waits until no turn is under way any more; call after `end` was cancelled.
+    pub async fn finish(&self) {
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    async fn look_at_unsettled(self: &Arc<Self>) {
+        match self.store.unsettled().await {
+            Ok(ids) => ids.iter().for_each(|id| self.look(id)),
+            Err(error) => tracing::error!(%error, "cannot read which sandboxes need attention"),
+        }
+    }
+
+    async fn follow_changes(self: &Arc<Self>, mut changes: broadcast::Receiver<crate::store::Change>) {
+        loop {
+            let change = tokio::select! {
+                change = changes.recv() => change,
+                () = self.end.cancelled() => return,
+            };
+            match change {
+                Ok(change) => {
+                    let state = &change.record.state;
+                    if change.gone || state.phase != Phase::Ready {
+                        self.sessions.revoke(&change.record.id);
+                    }
+                    let asleep = matches!(state.phase, Phase::Suspended | Phase::Stopped) && state.then.is_none();
+                    if !change.gone && !asleep {
+                        self.look(&change.record.id);
+                    }
+                }
+                Err(broadcast::error::RecvError::Lagged(missed)) => {
+                    tracing::warn!(missed, "fell behind: looking at everything that is not at rest");
+                    self.sessions.revoke_all();
+                    self.look_at_unsettled().await;
+                }
+                Err(broadcast::error::RecvError::Closed) => return,
+            }
+        }
+    }
+
+    async fn follow_hints(self: &Arc<Self>, mut hints: impl futures::Stream<Item = SandboxId> + Unpin) {
+        loop {
+            tokio::select! {
+                hint = hints.next() => match hint {
+                    Some(id) => self.look(&id),
+                    None => return,
+                },
+                () = self.end.cancelled() => return,
+            }
+        }
+    }
+
+    async fn resync(self: &Arc<Self>) {
+        let mut tick = tokio::time::interval_at(tokio::time::Instant::now() + RESYNC, RESYNC);
+        loop {
+            tokio::select! {
+                _ = tick.tick() => self.look_at_unsettled().await,
+                () = self.end.cancelled() => return,
+            }
+        }
+    }
+
+    /// Sees to it that a turn is taken for `id`.
+    pub fn look(self: &Arc<Self>, id: &SandboxId) {
+        if self.end.is_cancelled() {
+            return;
+        }
+        let mut workers = locked(&self.workers);
+        if let Some(worker) = workers.get(id) {
+            worker.dirty.store(true, Ordering::SeqCst);
+            worker.poke.notify_one();
+            return;
+        }
+        let worker = Arc::new(Worker::default());
+        workers.insert(id.clone(), worker.clone());
+        let (this, id) = (self.clone(), id.clone());
+        self.tasks.spawn(async move {
+            let end = this.end.clone();
+            // A gateway that ends drops what is under way, as a killed one would; the next one goes on from there.
+            tokio::select! {
+                () = this.work(&id, &worker) => {}
+                () = end.cancelled() => {}
+            }
+        });
+    }
+
+    async fn work(self: &Arc<Self>, id: &SandboxId, worker: &Worker) {
+        let mut backoff = Backoff::default();
+        loop {
+            worker.dirty.store(false, Ordering::SeqCst);
+            match self.turn(id, worker, &mut backoff).await {
+                Turn::Again => {}
+                Turn::Later(delay) => {
+                    tokio::select! {
+                        () = tokio::time::sleep(delay) => {}
+                        () = worker.poke.notified() => {}
+                    }
+                }
+                Turn::Rest => {
+                    let mut workers = locked(&self.workers);
+                    if !worker.dirty.load(Ordering::SeqCst) {
+                        workers.remove(id);
+                        self.progress.clear(id);
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn turn(&self, id: &SandboxId, worker: &Worker, backoff: &mut Backoff) -> Turn {
+        let record = match self.store.get(id.as_str()).await {
+            Ok(record) => record,
+            Err(StoreError::NotFound(_)) => return Turn::Rest,
+            Err(error) => {
+                tracing::error!(%id, %error, "cannot read the sandbox");
+                return Turn::Later(backoff.next());
+            }
+        };
+        let Some(driver) = self.drivers.get(&record.spec.driver) else {
+            tracing::warn!(%id, driver = record.spec.driver, "its driver is not configured in this gateway");
+            return Turn::Rest;
+        };
+        if let Some(delay) = restart_delay(&record) {
+            return Turn::Later(delay);
+        }
+        let observed = match driver.observe(id).await {
+            Ok(observed) => observed,
+            Err(error) => torpor_sandbox::Observed::Unknown(error.to_string()),
+        };
+        let nothing_runs =
+            matches!(observed, torpor_sandbox::Observed::Stopped { .. } | torpor_sandbox::Observed::Missing);
+        match step(&record.state, &observed) {
+            Step::Rest if nothing_runs => self.rest(&record, backoff).await,
+            Step::Rest => Turn::Rest,
+            Step::Wait => {
+                if let torpor_sandbox::Observed::Unknown(why) = observed {
+                    self.progress.trouble(id, Trouble::new("BACKEND_UNKNOWN", why));
+                }
+                Turn::Later(backoff.next())
+            }
+            Step::Happened(event) => {
+                let release = nothing_runs;
+                self.write(&record, driver.as_ref(), event, release, backoff).await
+            }
+            verb => self.act(&record, driver.as_ref(), verb, worker, backoff).await,
+        }
+    }
+
+    /// At rest with nothing running: nothing may be lent either (an Error or Completed row that held a loan).
+    async fn rest(&self, record: &Record, backoff: &mut Backoff) -> Turn {
+        if matches!(record.state.phase, Phase::Error | Phase::Completed) {
+            match self.store.release(&record.id).await {
+                Ok(true) => self.feed_the_hungry(),
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::error!(id = %record.id, %error, "cannot give back the loan");
+                    return Turn::Later(backoff.next());
+                }
+            }
+        }
+        Turn::Rest
+    }
+
+    /// Writes what has happened; a stale version means that somebody asked for something meanwhile: look again.
+    async fn write(
+        &self,
+        record: &Record,
+        driver: &dyn ComputeDriver,
+        event: Event,
+        release: bool,
+        backoff: &mut Backoff,
+    ) -> Turn {
+        let console = match &event {
+            Event::Ended(_) | Event::Failed(_) => tail(driver, &record.id).await,
+            _ => String::new(),
+        };
+        match self.store.happened(&record.id, record.version, event.clone(), why(&event), release, console).await {
+            Ok(Applied { gone: true, .. }) => {
+                tracing::info!(id = %record.id, name = record.name, "deleted");
+                self.feed_the_hungry();
+                Turn::Rest
+            }
+            Ok(applied) => {
+                if applied.changed {
+                    log_change(record, &applied.record, &event);
+                    backoff.failures = 0;
+                    self.progress.clear(&record.id);
+                }
+                if release {
+                    self.feed_the_hungry();
+                }
+                if applied.changed { Turn::Again } else { Turn::Rest }
+            }
+            Err(StoreError::Stale { .. }) => Turn::Again,
+            Err(StoreError::NotFound(_)) => Turn::Rest,
+            Err(error) => {
+                tracing::error!(id = %record.id, %error, "cannot write what has happened");
+                Turn::Later(backoff.next())
+            }
+        }
+    }
+
+    fn feed_the_hungry(&self) {
+        let hungry = std::mem::take(&mut *locked(&self.hungry));
+        let workers = locked(&self.workers);
+        for id in hungry {
+            if let Some(worker) = workers.get(&id) {
+                worker.poke.notify_one();
+            }
+        }
+    }
+
+    /// Does one verb, unless it stops being wanted.
+    async fn act(
+        &self,
+        record: &Record,
+        driver: &dyn ComputeDriver,
+        verb: Step,
+        worker: &Worker,
+        backoff: &mut Backoff,
+    ) -> Turn {
+        self.progress.step(&record.id, step_name(&verb));
+        let mut doing = std::pin::pin!(self.perform(record, driver, &verb));
+        let result = loop {
+            tokio::select! {
+                result = &mut doing => break result,
+                () = worker.poke.notified() => {
+                    if !self.still_wanted(record, &verb).await {
+                        tracing::info!(id = %record.id, verb = step_name(&verb), "turned round: dropped");
+                        return Turn::Again;
+                    }
+                }
+            }
+        };
+        match result {
+            Ok(Done::Look) => Turn::Again,
+            Ok(Done::Event { event, release }) => self.write_latest(record, driver, &verb, event, release, backoff).await,
+            Err(error) => self.failed(record, driver, &verb, error, backoff).await,
+        }
+    }
+
+    /// The verb is done, so its result holds for whatever version the record has by now, if it still wants it.
+    async fn write_latest(
+        &self,
+        record: &Record,
+        driver: &dyn ComputeDriver,
+        verb: &Step,
+        event: Event,
+        release: bool,
+        backoff: &mut Backoff,
+    ) -> Turn {
+        match self.store.get(record.id.as_str()).await {
+            Ok(latest) if wants(&latest.state, &record.state, verb) => {
+                match self.write(&latest, driver, event, release, backoff).await {
+                    // The verb was a step on the way (an older life put down): look what is there now, at once, and
+                    // slower each time if that goes on without a change.
+                    Turn::Rest if backoff.failures == 0 => {
+                        backoff.failures = 1;
+                        Turn::Again
+                    }
+                    Turn::Rest => Turn::Later(backoff.next()),
+                    turn => turn,
+                }
+            }
+            Ok(_) => Turn::Again,
+            Err(StoreError::NotFound(_)) => Turn::Rest,
+            Err(_) => Turn::Later(backoff.next()),
+        }
+    }
+
+    async fn still_wanted(&self, record: &Record, verb: &Step) -> bool {
+        match self.store.get(record.id.as_str()).await {
+            Ok(latest) => wants(&latest.state, &record.state, verb),
+            Err(StoreError::NotFound(_)) => false,
+            Err(_) => true,
+        }
+    }
+
+    async fn perform(&self, record: &Record, driver: &dyn ComputeDriver, verb: &Step) -> Result<Done, DriverError> {
+        let (id, spec, state) = (&record.id, &record.spec, &record.state);
+        let pool = if matches!(verb, Step::Start(_)) { &self.boots } else { &self.others };
+        let _permit = pool.acquire().await.map_err(|e| DriverError::backend("waiting for a turn", e))?;
+        match verb {
+            Step::Create => {
+                driver.create(id, spec, state.run).await?;
+                Ok(Done::Event { event: Event::Created, release: false })
+            }
+            Step::Start(from) => {
+                if driver.capabilities().needs_loan {
+                    let want = Want { cpus: spec.resources.cpus, memory_bytes: spec.resources.memory_bytes };
+                    self.store.lend(id, state.run, want).await.map_err(|e| match e {
+                        StoreError::Exhausted(what) => DriverError::Exhausted(what),
+                        other => DriverError::backend("writing the loan", other),
+                    })?;
+                }
+                driver.start(id, *from, state.run).await?;
+                Ok(Done::Event { event: Event::Started(state.run), release: false })
+            }
+            Step::Stop(keep) => {
+                let stopped = driver.stop(id, *keep, spec.stop_grace).await?;
+                if let Some(detail) = &stopped.detail {
+                    tracing::warn!(%id, flushed = stopped.flushed, detail, "stopped, but not as asked");
+                }
+                let event = Event::Stopped { flushed: Some(stopped.flushed), kept: stopped.kept };
+                Ok(Done::Event { event, release: true })
+            }
+            Step::Delete => {
+                driver.delete(id).await?;
+                // The record goes with the next turn, which sees that nothing is left.
+                self.store.release(id).await.map_err(|e| DriverError::backend("giving back the loan", e))?;
+                Ok(Done::Look)
+            }
+            Step::Rest | Step::Wait | Step::Happened(_) => Ok(Done::Look),
+        }
+    }
+
+    async fn failed(
+        &self,
+        record: &Record,
+        driver: &dyn ComputeDriver,
+        verb: &Step,
+        error: DriverError,
+        backoff: &mut Backoff,
+    ) -> Turn {
+        let id = &record.id;
+        let reason = error.reason();
+        let message = chain(&error);
+        let exhausted = matches!(error, DriverError::Exhausted(_));
+        let retry = match verb {
+            // What is to be stopped or removed is stopped or removed, however long it takes; what can't work by
+            // its nature is given up.
+            Step::Delete => true,
+            Step::Stop(_) => {
+                !matches!(error, DriverError::Unsupported(_)) || record.state.phase.is_settled()
+            }
+            _ => exhausted || (error.is_transient() && backoff.failures + 1 < START_ATTEMPTS),
+        };
+        self.progress.trouble(id, Trouble::new(reason, message.clone()));
+        if retry {
+            if exhausted {
+                locked(&self.hungry).insert(id.clone());
+            }
+            let delay = backoff.next();
+            tracing::warn!(%id, verb = step_name(verb), reason, error = message, ?delay, "failed, will be tried again");
+            return Turn::Later(delay);
+        }
+        let console = match error {
+            DriverError::Failed { console, .. } => console,
+            _ => String::new(),
+        };
+        let failure = Failure {
+            step: step_name(verb).to_owned(),
+            reason: reason.to_owned(),
+            message,
+            console,
+            at: SystemTime::now(),
+        };
+        self.write_latest(record, driver, verb, Event::Failed(failure), false, backoff).await
+    }
+}
+
+/// Whether a verb that was begun for `then` is still what `now` wants.
+fn wants(now: &State, then: &State, verb: &Step) -> bool {
+    match verb {
+        Step::Create => !now.created,
+        Step::Start(_) => now.phase.is_booting() && now.run == then.run && now.keep == then.keep,
+        // A stop that became a suspend, or the other way round, is the same work while it keeps the same.
+        Step::Stop(keep) => {
+            let stopping = matches!(now.phase, Phase::Suspending | Phase::Stopping);
+            (now.phase == then.phase || stopping) && now.run == then.run && (!stopping || now.keep == *keep || *keep == Keep::Disk)
+        }
+        Step::Delete => now.phase == Phase::Deleting,
+        Step::Rest | Step::Wait | Step::Happened(_) => false,
+    }
+}
+
+/// Restarts by policy come slower and slower.
+fn restart_delay(record: &Record) -> Option<Duration> {
+    if record.state.phase != Phase::Starting || record.state.restarts == 0 {
+        return None;
+    }
+    let factor = 1_u32 << (record.state.restarts - 1).min(6);
+    let due = record.since + Duration::from_secs(1).saturating_mul(factor).min(Duration::from_secs(60));
+    due.duration_since(SystemTime::now()).ok().filter(|d| !d.is_zero())
+}
+
+fn step_name(step: &Step) -> &'static str {
+    match step {
+        Step::Create => "create disk",
+        Step::Start(Keep::Disk) => "start",
+        Step::Start(Keep::Memory) => "restore",
+        Step::Stop(_) => "stop",
+        Step::Delete => "delete",
+        Step::Rest | Step::Wait | Step::Happened(_) => "look",
+    }
+}
+
+/// The reason of a change that nobody asked for, for the history.
+fn why(event: &Event) -> String {
+    match event {
+        Event::Request(request) => format!("{}, asked for meanwhile", request.verb()),
+        Event::Created => "disk made".to_owned(),
+        Event::Started(_) => "agent connected".to_owned(),
+        Event::Stopped { flushed: Some(true), .. } => "stopped, disk flushed by the guest".to_owned(),
+        Event::Stopped { flushed: Some(false), .. } => "stopped, not flushed by the guest".to_owned(),
+        Event::Stopped { flushed: None, .. } => "seen to be stopped".to_owned(),
+        Event::Deleted => "nothing is left".to_owned(),
+        Event::Ended(ended) => match &ended.exit {
+            torpor_sandbox::Exit::Code(code) => format!("main command ended with code {code}"),
+            torpor_sandbox::Exit::PowerOff => "guest switched itself off".to_owned(),
+            torpor_sandbox::Exit::Panic(text) => format!("guest kernel panic: {text}"),
+            torpor_sandbox::Exit::Lost(text) => format!("compute lost: {text}"),
+        },
+        Event::Failed(failure) => format!("{} failed: {}: {}", failure.step, failure.reason, failure.message),
+        Event::HostRestarted => "host was restarted".to_owned(),
+    }
+}
+
+fn log_change(before: &Record, after: &Record, event: &Event) {
+    if before.state.phase == after.state.phase {
+        return;
+    }
+    let (id, name, from, to) = (&after.id, &after.name, before.state.phase, after.state.phase);
+    if to == Phase::Error {
+        tracing::error!(%id, name, %from, %to, why = why(event));
+    } else {
+        tracing::info!(%id, name, %from, %to, why = why(event));
+    }
+}
+
+async fn tail(driver: &dyn ComputeDriver, id: &SandboxId) -> String {
+    String::from_utf8_lossy(&driver.console(id, CONSOLE_TAIL).await).into_owned()
+}
+
+/// An error with all its causes.
+fn chain(error: &DriverError) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}

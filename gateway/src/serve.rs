@@ -1,0 +1,339 @@
+//! The daemon: opens everything, serves until it is told to end, and leaves the VMs running.
+
+use std::{
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::SystemTime,
+};
+
+use tokio::{net::UnixListener, task::JoinHandle};
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+use torpor_driver_vm::{VmConfig, VmDriver};
+use torpor_images::Catalog;
+use torpor_netpool::{CpuSet, policy::Budget};
+use torpor_proto::v1::{
+    gateway_server::GatewayServer, images_server::ImagesServer, sandboxes_server::SandboxesServer,
+};
+use torpor_sandbox::{
+    ComputeDriver, Event, Phase, SandboxId,
+    sim::{Script, SimDriver},
+    spec::HostLimits,
+};
+
+use crate::{
+    api::{GatewayApi, ImagesApi, SandboxesApi},
+    config::{Config, ConfigError},
+    drivers::Drivers,
+    progress::Progress,
+    reconcile::Reconciler,
+    service::Service,
+    sessions::Sessions,
+    store::{PoolLimits, Store, StoreError},
+};
+
+/// Largest message of a client, bytes; exec streams in pieces of their own.
+const LARGEST_MESSAGE: usize = 8 << 20;
+/// For requests and turns to end when the gateway does.
+const DRAIN: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// Why the gateway can't serve.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServeError {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The database.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The images.
+    #[error("images: {0}")]
+    Images(#[from] torpor_images::Error),
+    /// The vm driver.
+    #[error("vm driver: {0}")]
+    Vm(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The guest agent's program.
+    #[error("the guest agent 'torpor-agent' was not found beside the executable or in /usr/lib/torpor; build it with `cargo xtask agent` or set `agent` in the configuration")]
+    NoAgent,
+    /// The socket.
+    #[error("listen on '{}': {source}", path.display())]
+    Listen {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// gRPC.
+    #[error("gRPC server: {0}")]
+    Grpc(#[from] tonic::transport::Error),
+    /// The host's size.
+    #[error("cannot read the host's size: {0}")]
+    Host(std::io::Error),
+}
+
+/// Serves until SIGTERM or SIGINT. `ready` is called with the endpoint once requests are answered.
+///
+/// # Errors
+/// Whatever keeps the gateway from starting; later faults are answered to those who asked and logged.
+pub async fn serve(config: Config, ready: impl FnOnce(&str)) -> Result<(), ServeError> {
+    let endpoint = config.listen.clone();
+    let gateway = Gateway::start(config).await?;
+    ready(&endpoint);
+    wait_for_signal().await;
+    tracing::info!("ending; sandboxes keep running");
+    gateway.end().await;
+    Ok(())
+}
+
+async fn wait_for_signal() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (term, int) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
+    match (term, int) {
+        (Ok(mut term), Ok(mut int)) => {
+            tokio::select! {
+                _ = term.recv() => {}
+                _ = int.recv() => {}
+            }
+        }
+        (Err(error), _) | (_, Err(error)) => tracing::error!(%error, "cannot wait for signals; ending"),
+    }
+}
+
+/// A gateway that serves.
+pub struct Gateway {
+    end: CancellationToken,
+    server: JoinHandle<()>,
+    turns: JoinHandle<()>,
+    reconciler: Arc<Reconciler>,
+    store: Arc<Store>,
+    socket: PathBuf,
+}
+
+impl Gateway {
+    /// Opens the store, the drivers and the socket, and begins to serve.
+    ///
+    /// # Errors
+    /// As [`serve`].
+    pub async fn start(config: Config) -> Result<Self, ServeError> {
+        config.validate()?;
+        Self::start_with(config, None).await
+    }
+
+    /// As [`Gateway::start`] with drivers of the caller's own, for tests.
+    ///
+    /// # Errors
+    /// As [`serve`].
+    pub async fn start_with(config: Config, own: Option<Vec<Arc<dyn ComputeDriver>>>) -> Result<Self, ServeError> {
+        let host = host_limits().map_err(ServeError::Host)?;
+        let socket = config.socket().unwrap_or_default();
+        let store = Arc::new(Store::open(&config.state_dir, pool_limits(&config, host))?);
+        let drivers = match own {
+            Some(drivers) => Drivers::new(drivers, config.default_driver()),
+            None => open_drivers(&config, &store).await?,
+        };
+        let gateway_id = identify(&store).await?;
+        notice_host_restart(&store).await?;
+        let service = Arc::new(Service {
+            store: store.clone(),
+            drivers: Arc::new(drivers),
+            progress: Arc::new(Progress::default()),
+            sessions: Arc::new(Sessions::default()),
+            images: Catalog::open(&config.state_dir)?,
+            image_gate: tokio::sync::RwLock::default(),
+            building: tokio::sync::Mutex::default(),
+            defaults: config.defaults.clone(),
+            host,
+        });
+        let end = CancellationToken::new();
+        let reconciler = Reconciler::new(
+            store.clone(),
+            service.drivers.clone(),
+            service.progress.clone(),
+            service.sessions.clone(),
+            end.clone(),
+        );
+        let listener = listen(&socket)?;
+        let server = tokio::spawn(run_server(listener, service, gateway_id, config, end.clone()));
+        let turns = tokio::spawn(reconciler.clone().run());
+        Ok(Self { end, server, turns, reconciler, store, socket })
+    }
+
+    /// Answers no more requests, drops what is under way (the next gateway goes on from there) and closes the store.
+    pub async fn end(self) {
+        self.end.cancel();
+        let drained = tokio::time::timeout(DRAIN, async {
+            // Their own errors were logged where they happened.
+            let _ = self.turns.await;
+            self.reconciler.finish().await;
+            let _ = self.server.await;
+        });
+        if drained.await.is_err() {
+            tracing::warn!("some requests did not end in time");
+        }
+        let store = self.store.clone();
+        // The writer thread is waited for away from the runtime's own threads.
+        let _ = tokio::task::spawn_blocking(move || store.close()).await;
+        let _ = std::fs::remove_file(&self.socket);
+    }
+
+    /// The socket.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+}
+
+async fn run_server(
+    listener: UnixListener,
+    service: Arc<Service>,
+    gateway_id: String,
+    config: Config,
+    end: CancellationToken,
+) {
+    let (reporter, health) = tonic_health::server::health_reporter();
+    reporter.set_serving::<SandboxesServer<SandboxesApi>>().await;
+    reporter.set_serving::<ImagesServer<ImagesApi>>().await;
+    reporter.set_serving::<GatewayServer<GatewayApi>>().await;
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(torpor_proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1();
+    let reflection = match reflection {
+        Ok(reflection) => Some(reflection),
+        Err(error) => {
+            tracing::error!(%error, "gRPC reflection is off");
+            None
+        }
+    };
+    let gateway = GatewayApi {
+        service: service.clone(),
+        gateway_id,
+        state_dir: config.state_dir,
+        run_dir: config.run_dir,
+        started: SystemTime::now(),
+    };
+    let sandboxes = SandboxesServer::new(SandboxesApi(service.clone())).max_decoding_message_size(LARGEST_MESSAGE);
+    let served = Server::builder()
+        .add_service(health)
+        .add_optional_service(reflection)
+        .add_service(sandboxes)
+        .add_service(ImagesServer::new(ImagesApi(service)))
+        .add_service(GatewayServer::new(gateway))
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), end.cancelled_owned())
+        .await;
+    if let Err(error) = served {
+        tracing::error!(%error, "the gRPC server ended");
+    }
+}
+
+/// A socket that only its owner may use. The state directory's lock is held, so a socket that is there already is a
+/// leftover.
+fn listen(path: &Path) -> Result<UnixListener, ServeError> {
+    let failed = |source| ServeError::Listen { path: path.to_owned(), source };
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir).map_err(failed)?;
+    }
+    match std::os::unix::net::UnixStream::connect(path) {
+        Ok(_) => {
+            let busy = "another gateway answers there; choose another --listen";
+            return Err(failed(std::io::Error::new(std::io::ErrorKind::AddrInUse, busy)));
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path).map_err(failed)?;
+        }
+        Err(_) => {}
+    }
+    // Narrow before it appears: nobody connects in between.
+    let old = nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o177));
+    let listener = UnixListener::bind(path);
+    nix::sys::stat::umask(old);
+    let listener = listener.map_err(failed)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+    Ok(listener)
+}
+
+/// One arm per driver.
+async fn open_drivers(config: &Config, store: &Arc<Store>) -> Result<Drivers, ServeError> {
+    let mut drivers: Vec<Arc<dyn ComputeDriver>> = Vec::new();
+    for name in &config.drivers {
+        match name.as_str() {
+            "sim" => drivers.push(SimDriver::new(Script::default())),
+            _ => drivers.push(open_vm_driver(config, store).await?),
+        }
+    }
+    Ok(Drivers::new(drivers, config.default_driver()))
+}
+
+async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDriver>, ServeError> {
+    let vm = VmConfig {
+        state_dir: config.state_dir.clone(),
+        run_dir: config.run_dir.clone(),
+        agent: config.find_agent().ok_or(ServeError::NoAgent)?,
+        machine: config.machine.clone(),
+        probe: std::env::current_exe().ok(),
+        boot_timeout: std::time::Duration::from_secs(config.boot_timeout_seconds),
+        nameservers: config.nameservers.clone(),
+        pool: config.network.clone(),
+        ..VmConfig::new("", "", "")
+    };
+    let ledger = store.clone();
+    let opened = tokio::task::spawn_blocking(move || VmDriver::new(vm, ledger)).await;
+    let driver = opened.map_err(|e| ServeError::Vm(e.into()))?.map_err(|e| ServeError::Vm(e.into()))?;
+    let live: Vec<SandboxId> =
+        store.loans().await?.into_iter().filter_map(|loan| loan.sandbox_id.parse().ok()).collect();
+    let repairs = driver.sweep(&live).await.map_err(|e| ServeError::Vm(e.into()))?;
+    for repair in repairs {
+        tracing::warn!(repair, "leftover of an earlier gateway");
+    }
+    Ok(driver)
+}
+
+/// New with every state directory.
+async fn identify(store: &Arc<Store>) -> Result<String, StoreError> {
+    if let Some(id) = store.meta("gateway_id").await? {
+        return Ok(id);
+    }
+    let id = SandboxId::generate().as_str().replacen("sb-", "gw-", 1);
+    store.set_meta("gateway_id", id.clone()).await?;
+    Ok(id)
+}
+
+/// After a restart of the host everything that ran is gone through no fault of its own: it is started again.
+async fn notice_host_restart(store: &Arc<Store>) -> Result<(), StoreError> {
+    let Ok(boot) = std::fs::read_to_string("/proc/sys/kernel/random/boot_id") else { return Ok(()) };
+    let boot = boot.trim().to_owned();
+    let before = store.meta("boot_id").await?;
+    if before.as_deref() == Some(boot.as_str()) {
+        return Ok(());
+    }
+    if before.is_some() {
+        for id in store.in_phase(Phase::Ready).await? {
+            let why = "host was restarted".to_owned();
+            store.request(id.to_string(), Event::HostRestarted, why, None, None).await?;
+        }
+    }
+    store.set_meta("boot_id", boot).await
+}
+
+fn host_limits() -> std::io::Result<HostLimits> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"));
+    let kib = line.and_then(|l| l.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
+    let kib = kib.ok_or_else(|| std::io::Error::other("/proc/meminfo has no MemTotal"))?;
+    let cpus = std::thread::available_parallelism()?.get();
+    Ok(HostLimits { memory_bytes: kib << 10, cpus: u32::try_from(cpus).unwrap_or(u32::MAX) })
+}
+
+fn pool_limits(config: &Config, host: HostLimits) -> PoolLimits {
+    let memory_bytes = match config.limits.memory_bytes {
+        0 => host.memory_bytes / 10 * 9,
+        bytes => bytes,
+    };
+    let cpus: CpuSet = (0..host.cpus).collect();
+    PoolLimits {
+        network: config.network.clone(),
+        budget: Budget { cpus, cpu_percent: config.limits.cpu_percent, memory_bytes },
+    }
+}

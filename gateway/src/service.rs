@@ -1,0 +1,345 @@
+//! The verbs: validate, write the intent, wait. Wire types are not known here.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use tokio::sync::broadcast::error::RecvError;
+use torpor_images::Catalog;
+use torpor_sandbox::{
+    ComputeDriver, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId, SandboxName, SandboxSpec,
+    lifecycle::may_reach,
+    spec::{HostLimits, validate_labels},
+};
+
+use crate::{
+    config::Defaults,
+    drivers::Drivers,
+    error::{ApiError, Code},
+    progress::{Now, Progress},
+    sessions::Sessions,
+    store::{NewSandbox, Record, RequestKey, Store, StoreError},
+};
+
+/// The service.
+pub struct Service {
+    /// Rows.
+    pub store: Arc<Store>,
+    /// Backends.
+    pub drivers: Arc<Drivers>,
+    /// Steps under way.
+    pub progress: Arc<Progress>,
+    /// Connections to running sandboxes.
+    pub sessions: Arc<Sessions>,
+    /// Images.
+    pub images: Catalog,
+    /// Held for reading while a create pins an image, for writing while one is removed.
+    pub image_gate: tokio::sync::RwLock<()>,
+    /// One image is built at a time.
+    pub building: tokio::sync::Mutex<()>,
+    /// What a request need not say.
+    pub defaults: Defaults,
+    /// The host.
+    pub host: HostLimits,
+}
+
+/// A create as it came in; what is none gets a default.
+#[derive(Clone, Debug, Default)]
+pub struct Wish {
+    /// Generated when none.
+    pub name: Option<String>,
+    /// The user's.
+    pub labels: BTreeMap<String, String>,
+    /// Name or digest.
+    pub image: Option<String>,
+    /// Main command.
+    pub command: Vec<String>,
+    /// Its environment.
+    pub environment: BTreeMap<String, String>,
+    /// Its folder.
+    pub workdir: Option<String>,
+    /// Its user.
+    pub user: Option<String>,
+    /// Virtual CPUs.
+    pub cpus: Option<u32>,
+    /// Bytes.
+    pub memory_bytes: Option<u64>,
+    /// Bytes.
+    pub disk_bytes: Option<u64>,
+    /// At its end.
+    pub restart: RestartPolicy,
+    /// Which backend.
+    pub driver: Option<String>,
+    /// Which machine of the vm driver.
+    pub machine: Option<String>,
+    /// A kernel file.
+    pub kernel: Option<String>,
+    /// For its processes to end.
+    pub stop_grace: Option<Duration>,
+    /// The caller's id of the request.
+    pub request_id: Option<String>,
+}
+
+/// Which sandbox, and the caller's guards.
+#[derive(Clone, Debug, Default)]
+pub struct Target {
+    /// Name or id.
+    pub sandbox: String,
+    /// The version it must be at.
+    pub expected_version: Option<u64>,
+    /// The caller's id of the request.
+    pub request_id: Option<String>,
+}
+
+/// A record with what can be seen of it now.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// As written.
+    pub record: Arc<Record>,
+    /// As seen.
+    pub facts: Facts,
+    /// As being done.
+    pub now: Option<Now>,
+}
+
+/// What a delete came to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Deleted {
+    /// Everything is gone.
+    Completed(SandboxId),
+    /// It will be.
+    Accepted(SandboxId),
+    /// There was nothing.
+    AlreadyAbsent,
+}
+
+/// Longest request id, bytes.
+const REQUEST_ID: usize = 128;
+
+fn request_key(id: Option<String>, verb: &'static str) -> Result<Option<RequestKey>, ApiError> {
+    match id {
+        Some(id) if id.len() > REQUEST_ID || id.contains(char::is_control) => {
+            Err(ApiError::invalid("request_id", format!("at most {REQUEST_ID} printable bytes")))
+        }
+        id => Ok(id.filter(|id| !id.is_empty()).map(|id| RequestKey { id, verb })),
+    }
+}
+
+impl Service {
+    /// Writes a new sandbox.
+    ///
+    /// # Errors
+    /// Bad input (the field is named), a taken name, an unknown image.
+    pub async fn create(&self, wish: Wish) -> Result<Arc<Record>, ApiError> {
+        let request = request_key(wish.request_id.clone(), "create")?;
+        if let Some(key) = &request
+            && let Some(id) = self.store.replayed(key.clone()).await?
+        {
+            return Ok(Arc::new(self.store.get(&id).await?));
+        }
+        let name = match wish.name.as_deref().filter(|n| !n.is_empty()) {
+            Some(name) => name.parse::<SandboxName>().map_err(|e| ApiError::invalid("name", e))?,
+            None => SandboxName::generate(),
+        };
+        validate_labels(&wish.labels)?;
+        let labels = wish.labels.clone();
+        let _pinned = self.image_gate.read().await;
+        let spec = self.resolve(wish).await?;
+        spec.validate(self.host)?;
+        let new = NewSandbox { id: SandboxId::generate(), name: name.to_string(), labels, spec };
+        Ok(self.store.create(new, request).await?)
+    }
+
+    /// Fills in the defaults and pins the image.
+    async fn resolve(&self, wish: Wish) -> Result<SandboxSpec, ApiError> {
+        let driver = wish.driver.filter(|d| !d.is_empty()).unwrap_or_else(|| self.drivers.default_name().to_owned());
+        self.driver(&driver)?;
+        let image = wish.image.filter(|i| !i.is_empty()).unwrap_or_else(|| self.defaults.image.clone());
+        let (image_digest, image_bytes) = if driver == "sim" {
+            ("sha256:sim".to_owned(), 0)
+        } else {
+            let (catalog, wanted) = (self.images.clone(), image.clone());
+            let found = tokio::task::spawn_blocking(move || catalog.resolve(&wanted)).await;
+            let found = found.map_err(ApiError::internal)?.map_err(|e| {
+                ApiError::new(Code::NotFound, "IMAGE_NOT_FOUND", e.to_string())
+                    .with("field", "image")
+                    .with("next", "torpor image list")
+            })?;
+            (found.digest, found.size_bytes)
+        };
+        let disk_bytes = wish.disk_bytes.unwrap_or_else(|| self.defaults.disk_bytes.max(image_bytes));
+        if disk_bytes < image_bytes {
+            let size = torpor_sandbox::spec::size;
+            let problem = format!("{} asked for; image '{image}' alone has {}", size(disk_bytes), size(image_bytes));
+            return Err(ApiError::invalid("resources.disk_bytes", problem));
+        }
+        Ok(SandboxSpec {
+            driver,
+            image,
+            image_digest,
+            command: wish.command,
+            environment: wish.environment,
+            workdir: wish.workdir.filter(|w| !w.is_empty()),
+            user: wish.user.filter(|u| !u.is_empty()),
+            resources: Resources {
+                cpus: wish.cpus.unwrap_or(self.defaults.cpus),
+                memory_bytes: wish.memory_bytes.unwrap_or(self.defaults.memory_bytes),
+                disk_bytes,
+            },
+            restart: wish.restart,
+            stop_grace: wish.stop_grace.unwrap_or(Duration::from_secs(self.defaults.stop_grace_seconds)),
+            machine: wish.machine.filter(|m| !m.is_empty()).unwrap_or_else(|| "auto".to_owned()),
+            kernel: wish.kernel.filter(|k| !k.is_empty()),
+        })
+    }
+
+    fn driver(&self, name: &str) -> Result<Arc<dyn ComputeDriver>, ApiError> {
+        self.drivers.get(name).ok_or_else(|| {
+            let problem = format!("'{}' is not one of this gateway's: {}", name.escape_debug(), self.drivers.names().join(", "));
+            ApiError::invalid("driver", problem)
+        })
+    }
+
+    /// Writes what is asked for. Capabilities are checked before anything is written.
+    ///
+    /// # Errors
+    /// `NOT_FOUND`, `ABORTED` (stale version), `FAILED_PRECONDITION` (phase or capability).
+    pub async fn request(&self, target: Target, request: Request) -> Result<Arc<Record>, ApiError> {
+        let key = request_key(target.request_id, request.verb())?;
+        if request == Request::Suspend(Keep::Memory) {
+            let record = self.store.get(&target.sandbox).await?;
+            let capabilities = self.driver(&record.spec.driver)?.capabilities();
+            if !capabilities.keeps_memory {
+                let message = format!(
+                    "sandbox '{}': the {} driver ({}) cannot keep memory; nothing was changed",
+                    record.name, capabilities.name, capabilities.machine
+                );
+                let error = ApiError::new(Code::FailedPrecondition, "MEMORY_NOT_SUPPORTED", message);
+                return Err(error.about(&record).with("next", format!("torpor suspend {}", record.name)));
+            }
+        }
+        let why = format!("{} requested", request.verb());
+        let event = Event::Request(request);
+        let applied = self.store.request(target.sandbox, event, why, target.expected_version, key).await?;
+        Ok(applied.record)
+    }
+
+    /// Writes that a sandbox is to be deleted.
+    ///
+    /// # Errors
+    /// As [`Service::request`]; an unknown one is `AlreadyAbsent` with `allow_missing`.
+    pub async fn delete(&self, target: Target, allow_missing: bool) -> Result<Deleted, ApiError> {
+        let replayed = match request_key(target.request_id.clone(), "delete")? {
+            Some(key) => self.store.replayed(key).await?,
+            None => None,
+        };
+        match self.request(target, Request::Delete).await {
+            Ok(record) => Ok(Deleted::Accepted(record.id.clone())),
+            // A retry after the first one has finished.
+            Err(error) if error.code == Code::NotFound => match replayed.and_then(|id| id.parse().ok()) {
+                Some(id) => Ok(Deleted::Completed(id)),
+                None if allow_missing => Ok(Deleted::AlreadyAbsent),
+                None => Err(error),
+            },
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Waits until a sandbox is in `wanted`, or can't come there any more. Bound to the id.
+    ///
+    /// # Errors
+    /// The failure that put it into Error, `ABORTED` when it was turned round, `RESOURCE_EXHAUSTED` while the host has
+    /// nothing left for it, `NOT_FOUND` when it was deleted.
+    pub async fn wait(&self, id: &SandboxId, wanted: Phase) -> Result<Arc<Record>, ApiError> {
+        let mut changes = self.store.subscribe();
+        let mut steps = self.progress.subscribe();
+        loop {
+            let record = Arc::new(self.store.get(id.as_str()).await?);
+            if record.state.phase == wanted || (wanted == Phase::Ready && record.state.phase == Phase::Completed) {
+                return Ok(record);
+            }
+            if !may_reach(&record.state, wanted) {
+                return Err(cannot_reach(&record, wanted));
+            }
+            if let Some(trouble) = self.progress.get(id).and_then(|now| now.trouble)
+                && trouble.reason == "EXHAUSTED"
+            {
+                let message = format!("{}; the sandbox goes on by itself when there is more", trouble.message);
+                let error = ApiError::new(Code::ResourceExhausted, trouble.reason, message).about(&record);
+                return Err(error.with("next", "torpor list; suspend what is not needed"));
+            }
+            loop {
+                let again = tokio::select! {
+                    change = changes.recv() => match change {
+                        Ok(change) => change.record.id == *id,
+                        Err(RecvError::Lagged(_)) => true,
+                        Err(RecvError::Closed) => return Err(StoreError::Closed.into()),
+                    },
+                    step = steps.recv() => step.map_or(true, |step| step == *id),
+                };
+                if again {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Waits until nothing of a sandbox is left.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn wait_gone(&self, id: &SandboxId) -> Result<(), ApiError> {
+        let mut changes = self.store.subscribe();
+        loop {
+            match self.store.get(id.as_str()).await {
+                Err(StoreError::NotFound(_)) => return Ok(()),
+                other => drop(other?),
+            }
+            loop {
+                match changes.recv().await {
+                    Ok(change) if change.record.id == *id => break,
+                    Ok(_) => {}
+                    Err(RecvError::Lagged(_)) => break,
+                    Err(RecvError::Closed) => return Err(StoreError::Closed.into()),
+                }
+            }
+        }
+    }
+
+    /// A record with what can be seen of it now.
+    pub async fn view(&self, record: Arc<Record>) -> View {
+        let facts = match self.drivers.get(&record.spec.driver) {
+            Some(driver) => driver.facts(&record.id).await,
+            None => Facts::default(),
+        };
+        let now = self.progress.get(&record.id);
+        View { record, facts, now }
+    }
+
+    /// The gRPC channel to the agent of a Ready sandbox, and the token that ends when it leaves Ready.
+    ///
+    /// # Errors
+    /// `FAILED_PRECONDITION` with the phase and the next command outside Ready.
+    pub async fn connect(
+        &self,
+        sandbox: &str,
+    ) -> Result<(Record, tonic::transport::Channel, tokio_util::sync::CancellationToken), ApiError> {
+        let id = self.store.get(sandbox).await?.id;
+        let session = self.sessions.join(&id);
+        let record = self.store.get(id.as_str()).await?;
+        if record.state.phase != Phase::Ready {
+            return Err(ApiError::not_ready(&record));
+        }
+        let channel = self.driver(&record.spec.driver)?.agent(&id).await?;
+        Ok((record, channel, session))
+    }
+}
+
+fn cannot_reach(record: &Record, wanted: Phase) -> ApiError {
+    if let (Phase::Error, Some(failure)) = (record.state.phase, &record.state.failure) {
+        return ApiError::of_failure(record, failure);
+    }
+    let message = format!(
+        "sandbox '{}' is {} and does not become {wanted} by itself: something else was asked for meanwhile",
+        record.name, record.state.phase
+    );
+    ApiError::new(Code::Aborted, "TURNED_ROUND", message).about(record)
+}

@@ -1,0 +1,39 @@
+//! Who is connected to a running sandbox. On leaving Ready every session ends, and none comes back by itself.
+
+use std::{
+    collections::HashMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use tokio_util::sync::CancellationToken;
+use torpor_sandbox::SandboxId;
+
+/// Tokens by sandbox.
+#[derive(Default)]
+pub struct Sessions(Mutex<HashMap<SandboxId, CancellationToken>>);
+
+impl Sessions {
+    fn lock(&self) -> MutexGuard<'_, HashMap<SandboxId, CancellationToken>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A token that is cancelled when the sandbox leaves Ready. Take it first, then look whether the sandbox is Ready:
+    /// the other way round it could leave in between unseen.
+    pub fn join(&self, id: &SandboxId) -> CancellationToken {
+        self.lock().entry(id.clone()).or_default().child_token()
+    }
+
+    /// Ends every session of a sandbox.
+    pub fn revoke(&self, id: &SandboxId) {
+        if let Some(token) = self.lock().remove(id) {
+            token.cancel();
+        }
+    }
+
+    /// Ends every session.
+    pub fn revoke_all(&self) {
+        for (_, token) in self.lock().drain() {
+            token.cancel();
+        }
+    }
+}

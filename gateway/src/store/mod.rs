@@ -1,0 +1,365 @@
+//! The only SQL: sandboxes, leases, history and request ids in one SQLite database.
+//!
+//! WAL mode with `synchronous=FULL`: what was acknowledged survives a power failure. One thread writes and commits in
+//! groups: whatever has queued up while a commit was on its way to the disk goes into the next one. Readers have
+//! connections of their own and never wait for a writer.
+
+mod leases;
+mod lock;
+mod sandboxes;
+mod schema;
+mod watch;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError, mpsc},
+    thread,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use rusqlite::{Connection, OpenFlags};
+use tokio::sync::{Semaphore, broadcast, oneshot};
+use torpor_sandbox::{Refusal, SandboxId};
+
+pub use leases::PoolLimits;
+pub use lock::StateLock;
+pub use sandboxes::{Applied, NewSandbox, RequestKey, Selector, Transition};
+pub use watch::{Change, Cursor, Missed};
+
+/// Readers at once.
+const READERS: usize = 4;
+/// Jobs in one commit.
+const GROUP: usize = 256;
+/// Jobs that may wait for the writer; more wait in their callers.
+const QUEUE: usize = 4096;
+const BUSY: Duration = Duration::from_secs(10);
+
+/// A sandbox as it is written.
+#[derive(Clone, Debug)]
+pub struct Record {
+    /// For ever.
+    pub id: SandboxId,
+    /// Unique among those that live.
+    pub name: String,
+    /// Grows with every change; compare-and-swap is on it.
+    pub version: u64,
+    /// The user's.
+    pub labels: std::collections::BTreeMap<String, String>,
+    /// What was asked for.
+    pub spec: torpor_sandbox::SandboxSpec,
+    /// Where it is.
+    pub state: torpor_sandbox::State,
+    /// When it was asked for.
+    pub created: SystemTime,
+    /// When its phase was reached.
+    pub since: SystemTime,
+    /// Number of its last change among all changes; what watch cursors count.
+    pub change: u64,
+    /// Order of creation; what page tokens count.
+    pub seq: u64,
+}
+
+/// What went wrong in the store.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// No such sandbox.
+    #[error("no sandbox '{0}'")]
+    NotFound(String),
+    /// The name is in use.
+    #[error("a sandbox named '{0}' exists already")]
+    NameTaken(String),
+    /// The caller's version is not the present one.
+    #[error("version {expected} of sandbox '{name}' is stale: it is at version {found}")]
+    Stale {
+        /// Its name.
+        name: String,
+        /// The caller's.
+        expected: u64,
+        /// The present one.
+        found: u64,
+    },
+    /// The lifecycle says no.
+    #[error("sandbox '{name}': {refusal}")]
+    Refused {
+        /// Its name.
+        name: String,
+        /// Why.
+        refusal: Refusal,
+    },
+    /// A request id that was used for something else.
+    #[error("request id '{0}' was used for another request")]
+    RequestReused(String),
+    /// No slot, memory or address is left.
+    #[error("{0}")]
+    Exhausted(String),
+    /// A page token or cursor that is not ours.
+    #[error("{0}")]
+    BadToken(String),
+    /// A cursor from before what is still known.
+    #[error("the cursor is too old: watch again without one")]
+    CursorTooOld,
+    /// Another gateway has the state directory.
+    #[error("state directory '{}' is in use by another gateway{}; stop that one first, or give --state-dir another folder", dir.display(), holder.as_deref().map(|h| format!(" ({h})")).unwrap_or_default())]
+    InUse {
+        /// The folder.
+        dir: PathBuf,
+        /// What the lock file says of the holder.
+        holder: Option<String>,
+    },
+    /// Made by a later version.
+    #[error("the database has schema {found}, this gateway knows up to {known}: use a newer torpor")]
+    Newer {
+        /// In the file.
+        found: usize,
+        /// Here.
+        known: usize,
+    },
+    /// The file is damaged.
+    #[error("database '{path}' is damaged: {detail}; restore a backup, or move the file away to begin anew (the workspaces under sandboxes/ are kept)")]
+    Damaged {
+        /// The file.
+        path: String,
+        /// SQLite's finding.
+        detail: String,
+    },
+    /// A row that can't be read.
+    #[error("sandbox row {id}: {what} is not readable: {source}")]
+    Row {
+        /// Its id.
+        id: String,
+        /// Which column.
+        what: &'static str,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// SQLite.
+    #[error("database: {0}")]
+    Sqlite(#[from] rusqlite::Error),
+    /// A file.
+    #[error("{action} '{}': {source}", path.display())]
+    Io {
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The writer has ended.
+    #[error("the database is closed")]
+    Closed,
+}
+
+type Completion = Box<dyn FnOnce(Result<(), String>) + Send>;
+type Job = Box<dyn FnOnce(&Connection, &mut Vec<Change>) -> (bool, Completion) + Send>;
+
+/// The store.
+pub struct Store {
+    jobs: Mutex<Option<mpsc::SyncSender<Job>>>,
+    writer: Mutex<Option<thread::JoinHandle<()>>>,
+    readers: Mutex<Vec<Connection>>,
+    permits: Semaphore,
+    /// For drivers, which ask from threads of their own.
+    ledger: Mutex<Connection>,
+    changes: broadcast::Sender<Change>,
+    limits: PoolLimits,
+    _lock: StateLock,
+}
+
+impl Store {
+    /// Opens or makes the database in `dir`, and holds `dir` against a second gateway.
+    ///
+    /// # Errors
+    /// In use, damaged, made by a later version, or not accessible.
+    pub fn open(dir: &Path, limits: PoolLimits) -> Result<Self, StoreError> {
+        std::fs::create_dir_all(dir).map_err(|source| StoreError::Io {
+            action: "make",
+            path: dir.to_owned(),
+            source,
+        })?;
+        let lock = StateLock::acquire(dir)?;
+        let path = dir.join("torpor.db");
+        let conn = connect(&path, true)?;
+        check(&conn, &path)?;
+        schema::migrate(&conn)?;
+        if !schema::keep_reserve(&conn)? {
+            tracing::warn!("no space for the database's reserve: free some, or lifecycle verbs may fail on a full disk");
+        }
+        let readers = (0..READERS).map(|_| connect(&path, false)).collect::<Result<_, _>>()?;
+        let ledger = Mutex::new(connect(&path, false)?);
+        let (jobs, queue) = mpsc::sync_channel(QUEUE);
+        let (changes, _) = broadcast::channel(8192);
+        let publish = changes.clone();
+        let writer = thread::Builder::new()
+            .name("store-writer".to_owned())
+            .spawn(move || write_in_groups(&conn, &queue, &publish))
+            .map_err(|source| StoreError::Io { action: "start the writer of", path, source })?;
+        Ok(Self {
+            jobs: Mutex::new(Some(jobs)),
+            writer: Mutex::new(Some(writer)),
+            readers: Mutex::new(readers),
+            permits: Semaphore::new(READERS),
+            ledger,
+            changes,
+            limits,
+            _lock: lock,
+        })
+    }
+
+    /// Every change from now on. A receiver that lags reads on with [`Store::changes_after`].
+    pub fn subscribe(&self) -> broadcast::Receiver<Change> {
+        self.changes.subscribe()
+    }
+
+    /// Commits what is queued and closes the database.
+    pub fn close(&self) {
+        drop(self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take());
+        if let Some(writer) = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take()
+            && writer.join().is_err()
+        {
+            tracing::error!("the database's writer panicked");
+        }
+    }
+
+    /// Runs `job` in a transaction and returns once it is on the disk. The job runs even if the caller goes away.
+    async fn write<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(&Connection, &mut Vec<Change>) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let (answer, answered) = oneshot::channel();
+        let job: Job = Box::new(move |conn, changes| {
+            let result = job(conn, changes);
+            let keep = result.is_ok();
+            let completion: Completion = Box::new(move |committed| {
+                let result = match (result, committed) {
+                    (Ok(_), Err(cause)) => Err(StoreError::Sqlite(rusqlite::Error::SqliteFailure(
+                        rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_IOERR),
+                        Some(format!("commit failed: {cause}")),
+                    ))),
+                    (result, _) => result,
+                };
+                // Nobody waits any more: the work is done all the same.
+                let _ = answer.send(result);
+            });
+            (keep, completion)
+        });
+        let sender = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(StoreError::Closed)?;
+        match sender.try_send(job) {
+            Ok(()) => {}
+            Err(mpsc::TrySendError::Full(job)) => {
+                // Back-pressure without blocking the runtime's threads.
+                let sent = tokio::task::spawn_blocking(move || sender.send(job)).await;
+                sent.map_err(|_| StoreError::Closed)?.map_err(|_| StoreError::Closed)?;
+            }
+            Err(mpsc::TrySendError::Disconnected(_)) => return Err(StoreError::Closed),
+        }
+        answered.await.map_err(|_| StoreError::Closed)?
+    }
+
+    /// Runs `query` on a connection for reading.
+    async fn read<T: Send + 'static>(
+        self: &std::sync::Arc<Self>,
+        query: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let store = self.clone();
+        let _permit = self.permits.acquire().await.map_err(|_| StoreError::Closed)?;
+        let done = tokio::task::spawn_blocking(move || store.read_now(query)).await;
+        done.map_err(|_| StoreError::Closed)?
+    }
+
+    /// As `read`, for callers that are on a blocking thread already.
+    fn read_now<T>(&self, query: impl FnOnce(&Connection) -> Result<T, StoreError>) -> Result<T, StoreError> {
+        let pooled = self.readers.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let conn = pooled.ok_or(StoreError::Closed)?;
+        let result = query(&conn);
+        self.readers.lock().unwrap_or_else(PoisonError::into_inner).push(conn);
+        result
+    }
+}
+
+fn connect(path: &Path, write: bool) -> Result<Connection, StoreError> {
+    let access = if write {
+        OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE
+    } else {
+        OpenFlags::SQLITE_OPEN_READ_ONLY
+    };
+    let conn = Connection::open_with_flags(path, access | OpenFlags::SQLITE_OPEN_NO_MUTEX)?;
+    conn.busy_timeout(BUSY)?;
+    if write {
+        conn.pragma_update(None, "journal_mode", "WAL")?;
+        conn.pragma_update(None, "synchronous", "FULL")?;
+    }
+    conn.pragma_update(None, "foreign_keys", true)?;
+    conn.set_prepared_statement_cache_capacity(64);
+    Ok(conn)
+}
+
+fn check(conn: &Connection, path: &Path) -> Result<(), StoreError> {
+    let damaged = |detail: String| StoreError::Damaged { path: path.display().to_string(), detail };
+    let found: Result<String, _> = conn.query_row("PRAGMA quick_check(1)", [], |row| row.get(0));
+    match found {
+        Ok(text) if text == "ok" => Ok(()),
+        Ok(text) => Err(damaged(text)),
+        Err(error) => Err(damaged(error.to_string())),
+    }
+}
+
+fn write_in_groups(conn: &Connection, queue: &mpsc::Receiver<Job>, publish: &broadcast::Sender<Change>) {
+    while let Ok(first) = queue.recv() {
+        let mut completions = Vec::new();
+        let mut changes = Vec::new();
+        let begun = conn.execute_batch("BEGIN IMMEDIATE").map_err(|e| e.to_string());
+        let mut next = Some(first);
+        while let Some(job) = next {
+            completions.push(run_job(conn, job, &mut changes));
+            next = if completions.len() < GROUP { queue.try_recv().ok() } else { None };
+        }
+        let committed = begun.and_then(|()| conn.execute_batch("COMMIT").map_err(|e| e.to_string()));
+        if committed.is_err() && !conn.is_autocommit() {
+            // Only fails when SQLite has rolled back already.
+            let _ = conn.execute_batch("ROLLBACK");
+        }
+        if committed.is_ok() {
+            for change in changes {
+                // Nobody listens.
+                let _ = publish.send(change);
+            }
+        }
+        for completion in completions {
+            completion(committed.clone());
+        }
+    }
+}
+
+/// One job in a savepoint: its failure undoes its own writes only.
+fn run_job(conn: &Connection, job: Job, changes: &mut Vec<Change>) -> Completion {
+    let before = changes.len();
+    let guarded = conn.execute_batch("SAVEPOINT job").is_ok();
+    let (keep, completion) = job(conn, changes);
+    if !keep {
+        changes.truncate(before);
+    }
+    if guarded {
+        let end = if keep { "RELEASE job" } else { "ROLLBACK TO job; RELEASE job" };
+        if let Err(error) = conn.execute_batch(end) {
+            changes.truncate(before);
+            let text = error.to_string();
+            return Box::new(move |committed| completion(committed.and(Err(text))));
+        }
+    }
+    completion
+}
+
+/// Milliseconds since 1970.
+fn millis(time: SystemTime) -> i64 {
+    time.duration_since(UNIX_EPOCH).map_or(0, |d| i64::try_from(d.as_millis()).unwrap_or(i64::MAX))
+}
+
+fn from_millis(ms: i64) -> SystemTime {
+    UNIX_EPOCH + Duration::from_millis(u64::try_from(ms).unwrap_or_default())
+}
+
+fn now() -> i64 {
+    millis(SystemTime::now())
+}

@@ -1,0 +1,602 @@
+//! Rows of sandboxes: made, read, swapped; with their history and the request ids of their callers.
+
+use std::{collections::BTreeMap, str::FromStr, sync::Arc, time::Duration};
+
+use rusqlite::{Connection, OptionalExtension as _, Row};
+use torpor_sandbox::{Event, Phase, SandboxId, SandboxSpec, State, lifecycle::Next, lifecycle::next};
+
+use super::{Change, Record, Store, StoreError, from_millis, leases, now, watch};
+
+/// Phase changes that are kept of one sandbox.
+const HISTORY: i64 = 500;
+/// How long a request id is remembered, milliseconds.
+const REQUESTS_MS: i64 = 24 * 3600 * 1000;
+
+/// What a create writes.
+#[derive(Clone, Debug)]
+pub struct NewSandbox {
+    /// For ever.
+    pub id: SandboxId,
+    /// Unique.
+    pub name: String,
+    /// The user's.
+    pub labels: BTreeMap<String, String>,
+    /// What was asked for.
+    pub spec: SandboxSpec,
+}
+
+/// A caller's own id of its request: a retry with it returns the first result.
+#[derive(Clone, Debug)]
+pub struct RequestKey {
+    /// The id.
+    pub id: String,
+    /// The verb: an id is good for one.
+    pub verb: &'static str,
+}
+
+/// What came of an event.
+#[derive(Clone, Debug)]
+pub struct Applied {
+    /// The record afterwards; of a deletion, the last one.
+    pub record: Arc<Record>,
+    /// It was written.
+    pub changed: bool,
+    /// It is gone.
+    pub gone: bool,
+}
+
+/// A phase change.
+#[derive(Clone, Debug)]
+pub struct Transition {
+    /// Order.
+    pub seq: u64,
+    /// When.
+    pub at: std::time::SystemTime,
+    /// From.
+    pub from: Option<Phase>,
+    /// To; none: the record went away.
+    pub to: Option<Phase>,
+    /// Who or what wanted it.
+    pub why: String,
+    /// Time spent in `from`.
+    pub after: Duration,
+    /// The run.
+    pub run: u64,
+    /// The record's version.
+    pub version: u64,
+}
+
+/// One page of a listing.
+#[derive(Clone, Debug)]
+pub struct Page<T> {
+    /// Its rows.
+    pub rows: Vec<T>,
+    /// Where the next one begins.
+    pub next: Option<String>,
+}
+
+/// A label selector: "team=blue,stage!=prod,gpu,!old".
+#[derive(Clone, Debug, Default)]
+pub struct Selector(Vec<Term>);
+
+#[derive(Clone, Debug)]
+enum Term {
+    Is(String, String),
+    IsNot(String, String),
+    Has(String),
+    HasNot(String),
+}
+
+impl FromStr for Selector {
+    type Err = StoreError;
+
+    fn from_str(text: &str) -> Result<Self, StoreError> {
+        let terms = text.split(',').map(str::trim).filter(|t| !t.is_empty()).map(|term| {
+            let parsed = if let Some((key, value)) = term.split_once("!=") {
+                Term::IsNot(key.trim().to_owned(), value.trim().to_owned())
+            } else if let Some((key, value)) = term.split_once('=') {
+                Term::Is(key.trim().to_owned(), value.trim_start_matches('=').trim().to_owned())
+            } else if let Some(key) = term.strip_prefix('!') {
+                Term::HasNot(key.trim().to_owned())
+            } else {
+                Term::Has(term.to_owned())
+            };
+            let key = match &parsed {
+                Term::Is(k, _) | Term::IsNot(k, _) | Term::Has(k) | Term::HasNot(k) => k,
+            };
+            let fits = !key.is_empty() && !key.contains(|c: char| c.is_whitespace() || c.is_control());
+            let wrong = || StoreError::BadToken(format!("label selector: '{}' is not key=value, key!=value, key or !key", term.escape_debug()));
+            fits.then_some(parsed).ok_or_else(wrong)
+        });
+        terms.collect::<Result<_, _>>().map(Self)
+    }
+}
+
+impl Selector {
+    /// Whether these labels are chosen.
+    pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
+        self.0.iter().all(|term| match term {
+            Term::Is(key, value) => labels.get(key) == Some(value),
+            Term::IsNot(key, value) => labels.get(key) != Some(value),
+            Term::Has(key) => labels.contains_key(key),
+            Term::HasNot(key) => !labels.contains_key(key),
+        })
+    }
+}
+
+const COLUMNS: &str = "id, seq, name, version, state, spec, labels, created_ms, since_ms, change";
+
+/// Rows are read as text first, so that one that can't be read is named.
+fn raw(row: &Row<'_>) -> rusqlite::Result<(Record, [String; 3])> {
+    let id: String = row.get(0)?;
+    let parsed = id.parse::<SandboxId>().map_err(|e| {
+        rusqlite::Error::FromSqlConversionFailure(0, rusqlite::types::Type::Text, Box::new(e))
+    })?;
+    let record = Record {
+        id: parsed,
+        seq: row.get(1)?,
+        name: row.get(2)?,
+        version: row.get(3)?,
+        labels: BTreeMap::new(),
+        spec: empty_spec(),
+        state: State::new(),
+        created: from_millis(row.get(7)?),
+        since: from_millis(row.get(8)?),
+        change: row.get(9)?,
+    };
+    Ok((record, [row.get(4)?, row.get(5)?, row.get(6)?]))
+}
+
+fn empty_spec() -> SandboxSpec {
+    SandboxSpec {
+        driver: String::new(),
+        image: String::new(),
+        image_digest: String::new(),
+        command: Vec::new(),
+        environment: BTreeMap::new(),
+        workdir: None,
+        user: None,
+        resources: torpor_sandbox::Resources { cpus: 0, memory_bytes: 0, disk_bytes: 0 },
+        restart: torpor_sandbox::RestartPolicy::Never,
+        stop_grace: Duration::ZERO,
+        machine: String::new(),
+        kernel: None,
+    }
+}
+
+fn finish((mut record, [state, spec, labels]): (Record, [String; 3])) -> Result<Record, StoreError> {
+    let wrong = |what| {
+        let id = record.id.to_string();
+        move |source| StoreError::Row { id, what, source }
+    };
+    let state = serde_json::from_str(&state).map_err(wrong("state"))?;
+    let spec = serde_json::from_str(&spec).map_err(wrong("spec"))?;
+    let labels = serde_json::from_str(&labels).map_err(wrong("labels"))?;
+    (record.state, record.spec, record.labels) = (state, spec, labels);
+    Ok(record)
+}
+
+fn select(
+    conn: &Connection,
+    condition: &str,
+    params: impl rusqlite::Params,
+) -> Result<Vec<Record>, StoreError> {
+    let sql = format!("SELECT {COLUMNS} FROM sandboxes {condition}");
+    let mut statement = conn.prepare_cached(&sql)?;
+    let rows = statement.query_map(params, raw)?;
+    rows.map(|row| finish(row?)).collect()
+}
+
+/// By id, or by name.
+fn load(conn: &Connection, key: &str) -> Result<Record, StoreError> {
+    let column = if key.parse::<SandboxId>().is_ok() { "WHERE id = ?1" } else { "WHERE name = ?1" };
+    select(conn, column, [key])?.pop().ok_or_else(|| StoreError::NotFound(clip(key)))
+}
+
+fn clip(text: &str) -> String {
+    text.chars().take(80).map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+pub(super) fn changed_after(conn: &Connection, change: u64) -> Result<Vec<Record>, StoreError> {
+    select(conn, "WHERE change > ?1 ORDER BY change", [change])
+}
+
+fn json(id: &SandboxId, what: &'static str, value: &impl serde::Serialize) -> Result<String, StoreError> {
+    serde_json::to_string(value).map_err(|source| StoreError::Row { id: id.to_string(), what, source })
+}
+
+fn insert(conn: &Connection, new: NewSandbox) -> Result<Record, StoreError> {
+    let taken = conn.prepare_cached("SELECT 1 FROM sandboxes WHERE name = ?1")?.exists([&new.name])?;
+    if taken {
+        return Err(StoreError::NameTaken(new.name));
+    }
+    let (at, change) = (now(), watch::next_change(conn)?);
+    let record = Record {
+        id: new.id,
+        seq: change,
+        name: new.name,
+        version: 1,
+        labels: new.labels,
+        spec: new.spec,
+        state: State::new(),
+        created: from_millis(at),
+        since: from_millis(at),
+        change,
+    };
+    let sql = "INSERT INTO sandboxes VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)";
+    conn.prepare_cached(sql)?.execute((
+        record.id.as_str(),
+        record.seq,
+        &record.name,
+        record.version,
+        record.state.phase.as_str(),
+        json(&record.id, "state", &record.state)?,
+        json(&record.id, "spec", &record.spec)?,
+        json(&record.id, "labels", &record.labels)?,
+        &record.spec.image_digest,
+        at,
+        at,
+        change,
+    ))?;
+    note(conn, &record, None, Some(Phase::Provisioning), "create requested", 0)?;
+    Ok(record)
+}
+
+fn note(
+    conn: &Connection,
+    record: &Record,
+    from: Option<Phase>,
+    to: Option<Phase>,
+    why: &str,
+    after_ms: i64,
+) -> Result<(), StoreError> {
+    conn.prepare_cached(
+        "INSERT INTO history (sandbox_id, at_ms, from_phase, to_phase, why, after_ms, run, version)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+    )?
+    .execute((
+        record.id.as_str(),
+        now(),
+        from.map_or("", Phase::as_str),
+        to.map_or("", Phase::as_str),
+        why,
+        after_ms,
+        record.state.run.0,
+        record.version,
+    ))?;
+    conn.prepare_cached(
+        "DELETE FROM history WHERE sandbox_id = ?1 AND seq <=
+         (SELECT seq FROM history WHERE sandbox_id = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
+    )?
+    .execute((record.id.as_str(), HISTORY))?;
+    Ok(())
+}
+
+/// Writes the state that an event leads to. `release` gives back the loan in the same transaction.
+fn swap(conn: &Connection, mut record: Record, state: State, why: &str) -> Result<Record, StoreError> {
+    let (from, at) = (record.state.phase, now());
+    let moved = from != state.phase;
+    let after = (at - super::millis(record.since)).max(0);
+    record.version += 1;
+    record.change = watch::next_change(conn)?;
+    record.state = state;
+    if moved {
+        record.since = from_millis(at);
+    }
+    conn.prepare_cached(
+        "UPDATE sandboxes SET version = ?2, phase = ?3, state = ?4, since_ms = ?5, change = ?6 WHERE id = ?1",
+    )?
+    .execute((
+        record.id.as_str(),
+        record.version,
+        record.state.phase.as_str(),
+        json(&record.id, "state", &record.state)?,
+        super::millis(record.since),
+        record.change,
+    ))?;
+    if moved {
+        note(conn, &record, Some(from), Some(record.state.phase), why, after)?;
+    }
+    Ok(record)
+}
+
+fn remove(conn: &Connection, record: &Record) -> Result<u64, StoreError> {
+    let change = watch::next_change(conn)?;
+    conn.prepare_cached("DELETE FROM history WHERE sandbox_id = ?1")?.execute([record.id.as_str()])?;
+    conn.prepare_cached("DELETE FROM sandboxes WHERE id = ?1")?.execute([record.id.as_str()])?;
+    watch::bury(conn, record, change, now())?;
+    Ok(change)
+}
+
+/// Which version the caller believes in.
+fn expect(record: &Record, expected: Option<u64>) -> Result<(), StoreError> {
+    match expected {
+        Some(version) if version != record.version => {
+            Err(StoreError::Stale { name: record.name.clone(), expected: version, found: record.version })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn apply(
+    conn: &Connection,
+    changes: &mut Vec<Change>,
+    record: Record,
+    event: &Event,
+    why: &str,
+    console: String,
+) -> Result<Applied, StoreError> {
+    let refused = |refusal| StoreError::Refused { name: record.name.clone(), refusal };
+    let to = next(&record.state, event, record.spec.restart).map_err(refused)?;
+    let (record, number, gone) = match to {
+        Next::Same => return Ok(Applied { record: Arc::new(record), changed: false, gone: false }),
+        Next::To(mut state) => {
+            if let Some(failure) = state.failure.as_mut().filter(|f| f.console.is_empty()) {
+                failure.console = console;
+            }
+            let record = swap(conn, record, state, why)?;
+            let number = record.change;
+            (record, number, false)
+        }
+        Next::Gone => {
+            let number = remove(conn, &record)?;
+            (record, number, true)
+        }
+    };
+    let record = Arc::new(record);
+    changes.push(Change { number, record: record.clone(), gone });
+    Ok(Applied { record, changed: true, gone })
+}
+
+/// The sandbox that this request id was used for before.
+fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, StoreError> {
+    let found: Option<(String, String)> = conn
+        .prepare_cached("SELECT verb, sandbox_id FROM requests WHERE request_id = ?1")?
+        .query_row([&key.id], |row| Ok((row.get(0)?, row.get(1)?)))
+        .optional()?;
+    match found {
+        Some((verb, _)) if verb != key.verb => Err(StoreError::RequestReused(clip(&key.id))),
+        Some((_, id)) => Ok(Some(id)),
+        None => Ok(None),
+    }
+}
+
+fn remember(conn: &Connection, key: &RequestKey, id: &SandboxId) -> Result<(), StoreError> {
+    let at = now();
+    conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4)")?.execute((&key.id, key.verb, id.as_str(), at))?;
+    conn.prepare_cached("DELETE FROM requests WHERE request_id IN (SELECT request_id FROM requests WHERE at_ms < ?1 LIMIT 8)")?
+        .execute([at - REQUESTS_MS])?;
+    Ok(())
+}
+
+impl Store {
+    /// Writes a new sandbox. A retry with the same request id returns the first one's record.
+    ///
+    /// # Errors
+    /// `NameTaken`, `RequestReused`, `NotFound` (the first one was deleted meanwhile), or the database's.
+    pub async fn create(&self, new: NewSandbox, request: Option<RequestKey>) -> Result<Arc<Record>, StoreError> {
+        self.write(move |conn, changes| {
+            if let Some(key) = &request {
+                if let Some(id) = replayed(conn, key)? {
+                    return load(conn, &id).map(Arc::new);
+                }
+                remember(conn, key, &new.id)?;
+            }
+            let record = Arc::new(insert(conn, new)?);
+            changes.push(Change { number: record.change, record: record.clone(), gone: false });
+            Ok(record)
+        })
+        .await
+    }
+
+    /// Writes what a user or policy asks for. `key` is a name or id; `expected` the version it must be at.
+    ///
+    /// # Errors
+    /// `NotFound`, `Stale`, `Refused`, `RequestReused`, or the database's.
+    pub async fn request(
+        &self,
+        key: String,
+        event: Event,
+        why: String,
+        expected: Option<u64>,
+        request: Option<RequestKey>,
+    ) -> Result<Applied, StoreError> {
+        self.write(move |conn, changes| {
+            if let Some(request) = &request
+                && let Some(id) = replayed(conn, request)?
+            {
+                let record = Arc::new(load(conn, &id)?);
+                return Ok(Applied { record, changed: false, gone: false });
+            }
+            let record = load(conn, &key)?;
+            expect(&record, expected)?;
+            if let Some(request) = &request {
+                remember(conn, request, &record.id)?;
+            }
+            apply(conn, changes, record, &event, &why, String::new())
+        })
+        .await
+    }
+
+    /// Writes what happened, if the record is still at `version`; `release` gives back its loan as well, the compute
+    /// having been seen to be gone; `console` goes with a failure that has none.
+    ///
+    /// # Errors
+    /// `NotFound`, `Stale`, or the database's.
+    pub async fn happened(
+        &self,
+        id: &SandboxId,
+        version: u64,
+        event: Event,
+        why: String,
+        release: bool,
+        console: String,
+    ) -> Result<Applied, StoreError> {
+        let id = id.clone();
+        self.write(move |conn, changes| {
+            let record = load(conn, id.as_str())?;
+            expect(&record, Some(version))?;
+            if release {
+                leases::release(conn, &id)?;
+            }
+            apply(conn, changes, record, &event, &why, console)
+        })
+        .await
+    }
+
+    /// One sandbox, by name or id.
+    ///
+    /// # Errors
+    /// `NotFound`, or the database's.
+    pub async fn get(self: &Arc<Self>, key: &str) -> Result<Record, StoreError> {
+        let key = key.to_owned();
+        self.read(move |conn| load(conn, &key)).await
+    }
+
+    /// The id that a request id was used for, if it was used for this verb.
+    ///
+    /// # Errors
+    /// `RequestReused`, or the database's.
+    pub async fn replayed(self: &Arc<Self>, key: RequestKey) -> Result<Option<String>, StoreError> {
+        self.read(move |conn| replayed(conn, &key)).await
+    }
+
+    /// Sandboxes in the order of their creation.
+    ///
+    /// # Errors
+    /// `BadToken`, or the database's.
+    pub async fn list(
+        self: &Arc<Self>,
+        size: usize,
+        token: Option<String>,
+        selector: Selector,
+    ) -> Result<Page<Record>, StoreError> {
+        let mut after = token.as_deref().map(parse_token).transpose()?.unwrap_or_default();
+        self.read(move |conn| {
+            let mut rows = Vec::with_capacity(size.min(1000));
+            loop {
+                let batch = select(conn, "WHERE seq > ?1 ORDER BY seq LIMIT ?2", (after, 1000))?;
+                let last = batch.len() < 1000;
+                for record in batch {
+                    if rows.len() == size {
+                        return Ok(Page { rows, next: Some(format!("p1.{after}")) });
+                    }
+                    after = record.seq;
+                    if selector.matches(&record.labels) {
+                        rows.push(record);
+                    }
+                }
+                if last {
+                    return Ok(Page { rows, next: None });
+                }
+            }
+        })
+        .await
+    }
+
+    /// Ids of the sandboxes that a new gateway must look at: whatever is not at rest, or holds a loan.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn unsettled(self: &Arc<Self>) -> Result<Vec<SandboxId>, StoreError> {
+        self.read(|conn| {
+            let sql = "SELECT id FROM sandboxes WHERE phase NOT IN ('Suspended', 'Stopped', 'Completed')
+                       UNION SELECT sandbox_id FROM leases";
+            let ids: Vec<String> =
+                conn.prepare_cached(sql)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
+            Ok(ids.into_iter().filter_map(|id| id.parse().ok()).collect())
+        })
+        .await
+    }
+
+    /// Ids of the sandboxes in a phase.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn in_phase(self: &Arc<Self>, phase: Phase) -> Result<Vec<SandboxId>, StoreError> {
+        self.read(move |conn| {
+            let ids: Vec<String> = conn
+                .prepare_cached("SELECT id FROM sandboxes WHERE phase = ?1")?
+                .query_map([phase.as_str()], |row| row.get(0))?
+                .collect::<Result<_, _>>()?;
+            Ok(ids.into_iter().filter_map(|id| id.parse().ok()).collect())
+        })
+        .await
+    }
+
+    /// How many sandboxes stand on an image.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn users_of_image(self: &Arc<Self>, digest: &str) -> Result<u32, StoreError> {
+        let digest = digest.to_owned();
+        self.read(move |conn| {
+            let sql = "SELECT count(*) FROM sandboxes WHERE image = ?1";
+            Ok(conn.prepare_cached(sql)?.query_row([&digest], |row| row.get(0))?)
+        })
+        .await
+    }
+
+    /// Phase changes of one sandbox, newest first.
+    ///
+    /// # Errors
+    /// `BadToken`, or the database's.
+    pub async fn history(
+        self: &Arc<Self>,
+        id: &SandboxId,
+        size: usize,
+        token: Option<String>,
+    ) -> Result<Page<Transition>, StoreError> {
+        let before = token.as_deref().map(parse_token).transpose()?.unwrap_or(i64::MAX as u64);
+        let id = id.clone();
+        self.read(move |conn| {
+            let sql = "SELECT seq, at_ms, from_phase, to_phase, why, after_ms, run, version FROM history
+                       WHERE sandbox_id = ?1 AND seq < ?2 ORDER BY seq DESC LIMIT ?3";
+            let mut rows: Vec<Transition> = conn
+                .prepare_cached(sql)?
+                .query_map((id.as_str(), before, size + 1), transition)?
+                .collect::<Result<_, _>>()?;
+            let more = rows.len() > size;
+            rows.truncate(size);
+            let next = rows.last().filter(|_| more).map(|row| format!("p1.{}", row.seq));
+            Ok(Page { rows, next })
+        })
+        .await
+    }
+
+    /// A value that belongs to the whole gateway.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn meta(self: &Arc<Self>, key: &'static str) -> Result<Option<String>, StoreError> {
+        self.read(move |conn| super::schema::meta(conn, key)).await
+    }
+
+    /// Sets it.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn set_meta(&self, key: &'static str, value: String) -> Result<(), StoreError> {
+        self.write(move |conn, _| super::schema::set_meta(conn, key, &value)).await
+    }
+}
+
+fn transition(row: &Row<'_>) -> rusqlite::Result<Transition> {
+    let (from, to): (String, String) = (row.get(2)?, row.get(3)?);
+    let after: i64 = row.get(5)?;
+    Ok(Transition {
+        seq: row.get(0)?,
+        at: from_millis(row.get(1)?),
+        from: Phase::parse(&from),
+        to: Phase::parse(&to),
+        why: row.get(4)?,
+        after: Duration::from_millis(u64::try_from(after).unwrap_or_default()),
+        run: row.get(6)?,
+        version: row.get(7)?,
+    })
+}
+
+fn parse_token(token: &str) -> Result<u64, StoreError> {
+    let number = token.strip_prefix("p1.").and_then(|n| n.parse().ok());
+    number.ok_or_else(|| StoreError::BadToken(format!("'{}' is not a page token of ours", clip(token))))
+}

@@ -1,0 +1,121 @@
+//! The database's shape and how it came to be. A migration, once released, is never changed: the next one is added.
+
+use rusqlite::{Connection, OptionalExtension as _};
+
+use super::StoreError;
+
+/// Every migration so far; `PRAGMA user_version` counts those applied.
+const MIGRATIONS: &[&str] = &[r"
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+
+CREATE TABLE sandboxes (
+    id          TEXT PRIMARY KEY,
+    seq         INTEGER NOT NULL UNIQUE,
+    name        TEXT NOT NULL UNIQUE,
+    version     INTEGER NOT NULL,
+    phase       TEXT NOT NULL,
+    state       TEXT NOT NULL,
+    spec        TEXT NOT NULL,
+    labels      TEXT NOT NULL,
+    image       TEXT NOT NULL,
+    created_ms  INTEGER NOT NULL,
+    since_ms    INTEGER NOT NULL,
+    change      INTEGER NOT NULL UNIQUE
+) STRICT;
+CREATE INDEX sandboxes_phase ON sandboxes (phase);
+CREATE INDEX sandboxes_image ON sandboxes (image);
+
+CREATE TABLE tombstones (
+    change  INTEGER PRIMARY KEY,
+    id      TEXT NOT NULL,
+    name    TEXT NOT NULL,
+    at_ms   INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE leases (
+    sandbox_id    TEXT PRIMARY KEY REFERENCES sandboxes (id) ON DELETE RESTRICT,
+    run           INTEGER NOT NULL,
+    slot          INTEGER NOT NULL UNIQUE,
+    cpus          TEXT NOT NULL,
+    memory_bytes  INTEGER NOT NULL,
+    acquired_ms   INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE slots (slot INTEGER PRIMARY KEY, released_ms INTEGER NOT NULL) STRICT;
+
+CREATE TABLE history (
+    seq         INTEGER PRIMARY KEY AUTOINCREMENT,
+    sandbox_id  TEXT NOT NULL,
+    at_ms       INTEGER NOT NULL,
+    from_phase  TEXT NOT NULL,
+    to_phase    TEXT NOT NULL,
+    why         TEXT NOT NULL,
+    after_ms    INTEGER NOT NULL,
+    run         INTEGER NOT NULL,
+    version     INTEGER NOT NULL
+) STRICT;
+CREATE INDEX history_sandbox ON history (sandbox_id, seq);
+
+CREATE TABLE requests (
+    request_id  TEXT PRIMARY KEY,
+    verb        TEXT NOT NULL,
+    sandbox_id  TEXT NOT NULL,
+    at_ms       INTEGER NOT NULL
+) STRICT;
+CREATE INDEX requests_at ON requests (at_ms);
+
+-- Rule 3 of the contract, held by the database itself.
+CREATE TRIGGER rest_without_leases BEFORE UPDATE OF phase ON sandboxes
+WHEN NEW.phase IN ('Suspended', 'Stopped') AND EXISTS (SELECT 1 FROM leases WHERE sandbox_id = NEW.id)
+BEGIN SELECT RAISE(ABORT, 'a suspended or stopped sandbox holds no lease'); END;
+CREATE TRIGGER no_lease_at_rest BEFORE INSERT ON leases
+WHEN (SELECT phase FROM sandboxes WHERE id = NEW.sandbox_id) IN ('Suspended', 'Stopped')
+BEGIN SELECT RAISE(ABORT, 'a suspended or stopped sandbox takes no lease'); END;
+"];
+
+/// Brings the database to the present shape.
+pub fn migrate(conn: &Connection) -> Result<(), StoreError> {
+    let at: usize = conn.query_row("PRAGMA user_version", [], |row| row.get(0))?;
+    if at > MIGRATIONS.len() {
+        return Err(StoreError::Newer { found: at, known: MIGRATIONS.len() });
+    }
+    for (number, migration) in MIGRATIONS.iter().enumerate().skip(at) {
+        conn.execute_batch(&format!("BEGIN IMMEDIATE; {migration} PRAGMA user_version = {}; COMMIT;", number + 1))?;
+    }
+    Ok(())
+}
+
+/// A value of the `meta` table.
+pub fn meta(conn: &Connection, key: &str) -> Result<Option<String>, StoreError> {
+    Ok(conn.prepare_cached("SELECT value FROM meta WHERE key = ?1")?.query_row([key], |row| row.get(0)).optional()?)
+}
+
+/// Sets a value of the `meta` table.
+pub fn set_meta(conn: &Connection, key: &str, value: &str) -> Result<(), StoreError> {
+    conn.prepare_cached("INSERT INTO meta VALUES (?1, ?2) ON CONFLICT (key) DO UPDATE SET value = ?2")?
+        .execute([key, value])?;
+    Ok(())
+}
+
+/// Pages that the database keeps for itself, so that lifecycle verbs work on a full disk: they are free inside the
+/// file, and the write-ahead log keeps the size it once had. No other writer can take them, as it could a reserve file
+/// that is removed when space runs out.
+const RESERVE_PAGES: i64 = 1024;
+
+/// Sees to it that the reserve is there; without space for it nothing is lost but the reserve.
+pub fn keep_reserve(conn: &Connection) -> Result<bool, StoreError> {
+    let free: i64 = conn.query_row("PRAGMA freelist_count", [], |row| row.get(0))?;
+    if free >= RESERVE_PAGES {
+        return Ok(true);
+    }
+    let page: i64 = conn.query_row("PRAGMA page_size", [], |row| row.get(0))?;
+    let grown = conn.execute_batch(&format!(
+        "BEGIN IMMEDIATE; CREATE TABLE reserve (b BLOB); INSERT INTO reserve VALUES (zeroblob({})); COMMIT;
+         BEGIN IMMEDIATE; DROP TABLE reserve; COMMIT; PRAGMA wal_checkpoint(RESTART);",
+        RESERVE_PAGES * page
+    ));
+    if grown.is_err() && !conn.is_autocommit() {
+        conn.execute_batch("ROLLBACK")?;
+    }
+    Ok(grown.is_ok())
+}

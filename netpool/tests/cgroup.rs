@@ -1,0 +1,132 @@
+//! Cgroups and CPU affinity of real processes.
+#![allow(clippy::unwrap_used, reason = "a test that can't go on panics")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
+use torpor_netpool::linux::{CgroupLimits, CgroupParent, CgroupProbe, Controller, NetError, host_cpus, pin};
+use torpor_netpool::{CpuSet, PoolConfig};
+
+/// A writable cgroup version 2 mount, or a skip.
+fn mount(test: &str) -> Option<PathBuf> {
+    let is_v2 = |path: &&str| statfs(*path).is_ok_and(|found| found.filesystem_type() == CGROUP2_SUPER_MAGIC);
+    let found =
+        ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"].iter().find(|path| is_v2(path)).map(PathBuf::from);
+    let reason = match (&found, nix::unistd::geteuid().is_root()) {
+        (Some(_), true) => return found,
+        (Some(_), false) => "needs root",
+        (None, _) => "needs cgroup version 2",
+    };
+    let required = std::env::var("REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|need| need == "root"), "{test}: {reason}");
+    println!("SKIP {test}: {reason}");
+    None
+}
+
+/// A parent of this test's own that is removed at the end.
+struct Parent(CgroupParent);
+
+impl Parent {
+    fn new(root: &Path, test: &str) -> Parent {
+        Parent(CgroupParent::at(root, &format!("torpor-test-{}-{test}", std::process::id())).unwrap())
+    }
+}
+
+impl Drop for Parent {
+    fn drop(&mut self) {
+        for name in self.0.list().unwrap_or_default() {
+            if let Ok(Some(cgroup)) = self.0.open(&name) {
+                let _ = (cgroup.kill(), cgroup.remove());
+            }
+        }
+        let _ = self.0.remove();
+    }
+}
+
+fn sleeper() -> Child {
+    Command::new("sleep").arg("60").spawn().unwrap()
+}
+
+#[test]
+fn a_cgroup_holds_a_vms_processes_kills_them_and_goes() {
+    let Some(root) = mount("a_cgroup_holds_a_vms_processes_kills_them_and_goes") else { return };
+    let parent = Parent::new(&root, "kill");
+    let limits =
+        CgroupLimits { cpus: Some("0".parse().unwrap()), memory_max: Some(64 << 20), pids_max: Some(32) };
+    let cgroup = parent.0.create("sb-1", &limits).unwrap();
+    assert_eq!(parent.0.create("sb-1", &limits).unwrap(), cgroup, "repeating finds it");
+    if parent.0.controllers().contains(&Controller::Memory) {
+        let max = std::fs::read_to_string(cgroup.path().join("memory.max")).unwrap();
+        assert_eq!(max.trim(), (64 << 20).to_string());
+    }
+    let mut children = [sleeper(), sleeper()];
+    for child in &children {
+        cgroup.add(child.id() as i32).unwrap();
+    }
+    let mut pids = cgroup.pids().unwrap();
+    pids.sort_unstable();
+    let mut expected = children.each_ref().map(|child| child.id() as i32);
+    expected.sort_unstable();
+    assert_eq!(pids, expected);
+    assert_eq!(parent.0.list().unwrap(), ["sb-1"]);
+
+    cgroup.kill().unwrap();
+    for child in &mut children {
+        assert!(!child.wait().unwrap().success());
+    }
+    cgroup.remove().unwrap();
+    cgroup.remove().unwrap();
+    assert_eq!(cgroup.pids().unwrap(), [0; 0]);
+    cgroup.kill().unwrap();
+    assert_eq!(parent.0.list().unwrap(), [""; 0]);
+    assert_eq!(parent.0.open("sb-1").unwrap(), None);
+}
+
+#[test]
+fn a_busy_cgroup_names_the_processes_that_hold_it() {
+    let Some(root) = mount("a_busy_cgroup_names_the_processes_that_hold_it") else { return };
+    let parent = Parent::new(&root, "busy");
+    let cgroup = parent.0.create("sb-1", &CgroupLimits::default()).unwrap();
+    let mut child = sleeper();
+    cgroup.add(child.id() as i32).unwrap();
+    let error = cgroup.remove().unwrap_err();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    match error {
+        NetError::CgroupBusy { pids, .. } => assert_eq!(pids, [child.id() as i32]),
+        error => panic!("{error}"),
+    }
+    cgroup.remove().unwrap();
+}
+
+#[test]
+fn the_probe_finds_the_mount_or_says_why_not() {
+    let Some(root) = mount("the_probe_finds_the_mount_or_says_why_not") else { return };
+    let config = PoolConfig { instance: "tst0".parse().unwrap(), ..PoolConfig::default() };
+    match CgroupParent::probe(&config) {
+        CgroupProbe::Ready(parent) => {
+            assert_eq!(parent.path(), root.join("torpor_tst0"));
+            parent.remove().unwrap();
+            assert!(!root.join("torpor_tst0").exists());
+        }
+        CgroupProbe::Unavailable(reason) => assert!(reason.contains("/sys/fs/cgroup"), "{reason}"),
+    }
+}
+
+#[test]
+fn a_pinned_process_runs_on_its_cpus_only() {
+    let host = host_cpus().unwrap();
+    let one: CpuSet = host.iter().take(1).collect();
+    let mut child = sleeper();
+    let pid = child.id() as i32;
+    let result = pin(pid, &one);
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let nothing = pin(pid, &CpuSet::default());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    result.unwrap();
+    assert!(status.contains(&format!("Cpus_allowed_list:\t{one}\n")), "{status}");
+    assert!(nothing.unwrap_err().to_string().contains(&pid.to_string()));
+    assert!(pin(pid, &one).is_err(), "the process is gone");
+}
