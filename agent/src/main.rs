@@ -1,0 +1,91 @@
+//! The first process of a sandbox: brings the machine up, runs commands for the host, brings it down.
+//!
+//! As PID 1 it boots the machine and serves the host on a serial port or vsock. With `--serve-unix PATH` it serves the
+//! same on a Unix socket as an ordinary process and leaves the machine alone.
+
+mod agent;
+mod boot;
+mod configure;
+mod disk;
+mod exec;
+mod fd;
+mod main_log;
+mod net;
+mod proc;
+mod reaper;
+mod serve;
+mod service;
+mod shutdown;
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use tokio::runtime::Runtime;
+
+use crate::{
+    agent::{Agent, Mode},
+    boot::say,
+};
+
+const USAGE: &str = "usage: torpor-agent --version | --serve-unix PATH (as the first process: no arguments)";
+
+fn main() -> ExitCode {
+    // The kernel may hand its own unknown arguments to the first process: they are not for us.
+    if std::process::id() == 1 {
+        machine();
+    }
+    let arguments: Vec<_> = std::env::args_os().skip(1).collect();
+    match arguments.as_slice() {
+        [flag] if flag == "--version" => {
+            println!("torpor-agent {}", env!("CARGO_PKG_VERSION"));
+            ExitCode::SUCCESS
+        }
+        [flag, path] if flag == "--serve-unix" => match process(&PathBuf::from(path)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                say(format_args!("serve on {}: {error}", Path::new(path).display()));
+                ExitCode::FAILURE
+            }
+        },
+        _ => {
+            say(USAGE);
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// One thread serves; blocking calls have their own.
+fn runtime() -> io::Result<Runtime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()
+}
+
+fn process(path: &Path) -> io::Result<()> {
+    // Orphans of commands come to us, as they do to the first process of a machine.
+    nix::sys::prctl::set_child_subreaper(true)?;
+    runtime()?.block_on(async { serve::unix(Agent::new(Mode::Process)?, path).await })
+}
+
+fn machine() -> ! {
+    let ended = boot::prepare().map_err(|error| error.to_string()).and_then(|()| {
+        let served = runtime().and_then(|runtime| {
+            runtime.block_on(async {
+                let agent = Agent::new(Mode::Machine)?;
+                let ways = serve::machine(&agent).await;
+                if ways.is_empty() {
+                    return Err(io::Error::other("no serial port named torpor.agent and no vsock device"));
+                }
+                say(format_args!("{} ready on {}", env!("CARGO_PKG_VERSION"), ways.join(" and ")));
+                std::future::pending::<io::Result<()>>().await
+            })
+        });
+        served.map_err(|error| format!("serve the host: {error}"))
+    });
+    if let Err(reason) = ended {
+        say(format_args!("the sandbox can't start: {reason}"));
+    }
+    nix::unistd::sync();
+    shutdown::power_off()
+}

@@ -1,0 +1,189 @@
+//! The main command: its last output and its end, for every connection that comes to ask.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, SystemTime},
+};
+
+use bytes::Bytes;
+use tokio::{
+    sync::{mpsc, watch},
+    time::sleep,
+};
+use tonic::Status;
+use torpor_proto::agent::v1::{
+    Event, ExecOutput, ExecStart, KeepAlive, MainCommand, MainExit, MainOutput, event, exec_error,
+    exec_output::Kind,
+};
+
+use crate::{agent::Agent, exec};
+
+/// Most bytes of output that are kept. Who reads slower than this fills misses the oldest.
+const KEPT: usize = 256 * 1024;
+/// A connection that is quiet is given a sign of life this often.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+
+/// Output and end of the main command.
+pub struct MainLog {
+    ring: Mutex<Ring>,
+    changed: watch::Sender<()>,
+}
+
+impl Default for MainLog {
+    fn default() -> Self {
+        Self { ring: Mutex::default(), changed: watch::Sender::new(()) }
+    }
+}
+
+#[derive(Default)]
+struct Ring {
+    chunks: VecDeque<MainOutput>,
+    bytes: usize,
+    /// Number of the first chunk that is still kept.
+    first: u64,
+    exit: Option<MainExit>,
+}
+
+impl Ring {
+    fn push(&mut self, chunk: MainOutput) {
+        self.bytes += chunk.data.len();
+        self.chunks.push_back(chunk);
+        while self.bytes > KEPT {
+            let Some(oldest) = self.chunks.pop_front() else {
+                return;
+            };
+            self.bytes -= oldest.data.len();
+            self.first += 1;
+        }
+    }
+
+    /// The chunk at `cursor` or the oldest after it; moves the cursor behind it.
+    fn take(&self, cursor: &mut u64) -> Option<MainOutput> {
+        let number = (*cursor).max(self.first);
+        let chunk = self.chunks.get(usize::try_from(number - self.first).ok()?)?;
+        *cursor = number + 1;
+        Some(chunk.clone())
+    }
+}
+
+impl MainLog {
+    /// How the main command ended, none while it runs or when there is none.
+    pub fn exit(&self) -> Option<MainExit> {
+        self.ring().exit
+    }
+
+    fn push(&self, data: Bytes, stderr: bool) {
+        // A small chunk must not keep the whole buffer that it was read into.
+        let data = Bytes::copy_from_slice(&data);
+        self.ring().push(MainOutput { data, stderr });
+        self.changed.send_replace(());
+    }
+
+    fn end(&self, code: i32, signal: i32) {
+        self.ring().exit = Some(MainExit { code, signal, time: Some(SystemTime::now().into()) });
+        self.changed.send_replace(());
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs the main command in the background.
+pub fn start(agent: &Arc<Agent>, main: MainCommand) {
+    let start = ExecStart { argv: main.argv, workdir: main.workdir, user: main.user, ..ExecStart::default() };
+    let (sink, mut output) = mpsc::channel(4);
+    tokio::spawn(exec::run(agent.clone(), start, None, sink));
+    let agent = agent.clone();
+    tokio::spawn(async move {
+        while let Some(Ok(ExecOutput { kind })) = output.recv().await {
+            match kind {
+                Some(Kind::Stdout(data)) => agent.main.push(data, false),
+                Some(Kind::Stderr(data)) => agent.main.push(data, true),
+                Some(Kind::Exit(exit)) => agent.main.end(exit.code, exit.signal),
+                Some(Kind::Error(error)) => {
+                    let text = format!("torpor-agent: main command not started: {}\n", error.message);
+                    agent.main.push(text.into(), true);
+                    // The codes that shells use.
+                    let missing = error.kind == i32::from(exec_error::Kind::NotFound);
+                    agent.main.end(if missing { 127 } else { 126 }, 0);
+                }
+                Some(Kind::Started(_)) | None => {}
+            }
+        }
+    });
+}
+
+/// Sends what there is and then what comes, until the reader leaves.
+pub async fn follow(agent: Arc<Agent>, sink: mpsc::Sender<Result<Event, Status>>) {
+    let mut changed = agent.main.changed.subscribe();
+    let mut cursor = 0;
+    let mut told = false;
+    loop {
+        changed.mark_unchanged();
+        while let Some(kind) = next(&agent, &mut cursor, &mut told) {
+            if !send(&agent, &sink, kind).await {
+                return;
+            }
+        }
+        let alive = tokio::select! {
+            _ = changed.changed() => true,
+            () = sleep(KEEP_ALIVE) => send(&agent, &sink, event::Kind::KeepAlive(KeepAlive {})).await,
+            () = sink.closed() => false,
+        };
+        if !alive {
+            return;
+        }
+    }
+}
+
+/// The next output; the end once all output is out.
+fn next(agent: &Agent, cursor: &mut u64, told: &mut bool) -> Option<event::Kind> {
+    let ring = agent.main.ring();
+    if let Some(output) = ring.take(cursor) {
+        return Some(event::Kind::MainOutput(output));
+    }
+    let exit = ring.exit.filter(|_| !*told)?;
+    *told = true;
+    Some(event::Kind::MainExit(exit))
+}
+
+async fn send(agent: &Agent, sink: &mpsc::Sender<Result<Event, Status>>, kind: event::Kind) -> bool {
+    let run = agent.state().run;
+    sink.send(Ok(Event { run, kind: Some(kind) })).await.is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunk(byte: u8, length: usize) -> MainOutput {
+        MainOutput { data: vec![byte; length].into(), stderr: false }
+    }
+
+    #[test]
+    fn the_ring_is_bounded_and_a_slow_reader_goes_on_with_the_oldest_kept() {
+        let mut ring = Ring::default();
+        for byte in 0..20 {
+            ring.push(chunk(byte, KEPT / 8));
+        }
+        assert!(ring.bytes <= KEPT);
+        let mut cursor = 3;
+        assert_eq!(ring.take(&mut cursor).unwrap().data[0], 12);
+        assert_eq!(ring.take(&mut cursor).unwrap().data[0], 13);
+        cursor = 20;
+        assert!(ring.take(&mut cursor).is_none());
+    }
+
+    #[test]
+    fn output_that_was_read_is_not_read_again() {
+        let mut ring = Ring::default();
+        ring.push(chunk(1, 5));
+        let mut cursor = 0;
+        assert!(ring.take(&mut cursor).is_some());
+        assert!(ring.take(&mut cursor).is_none());
+        ring.push(chunk(2, 5));
+        assert_eq!(ring.take(&mut cursor).unwrap().data[0], 2);
+    }
+}
