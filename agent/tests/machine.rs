@@ -1,5 +1,5 @@
 //! The agent as the first process of a real kernel, in software emulation. Needs, besides QEMU, mke2fs, cpio and a
-//! static busybox: `TORPOR_TEST_AGENT` (a static agent) and `TORPOR_TEST_KERNEL` (an unpacked Debian cloud kernel package).
+//! static busybox: `TORPOR_TEST_AGENT` (a static agent) and `TORPOR_TEST_KERNEL_PACKAGE` (an unpacked Debian cloud kernel package).
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -45,15 +45,15 @@ const COMMAND_LINE: &str = "console=ttyS0 quiet reboot=t panic=-1 cryptomgr.note
 /// What the machine is made of, none when the test can't run here.
 fn parts(test: &str) -> Option<(PathBuf, PathBuf)> {
     let agent = std::env::var_os("TORPOR_TEST_AGENT").map(PathBuf::from);
-    let kernel = std::env::var_os("TORPOR_TEST_KERNEL").map(PathBuf::from);
+    let kernel = std::env::var_os("TORPOR_TEST_KERNEL_PACKAGE").map(PathBuf::from);
     let parts = agent.zip(kernel);
     if parts.is_none() {
         let required = std::env::var("REQUIRE").unwrap_or_default();
         assert!(
             !required.split(',').any(|need| need == "emu"),
-            "{test} needs TORPOR_TEST_AGENT and TORPOR_TEST_KERNEL"
+            "{test} needs TORPOR_TEST_AGENT and TORPOR_TEST_KERNEL_PACKAGE"
         );
-        println!("SKIP {test}: TORPOR_TEST_AGENT and TORPOR_TEST_KERNEL are not set");
+        println!("SKIP {test}: TORPOR_TEST_AGENT and TORPOR_TEST_KERNEL_PACKAGE are not set");
     }
     parts
 }

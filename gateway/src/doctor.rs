@@ -117,7 +117,7 @@ fn kvm() -> Check {
     if probe.usable {
         Check::ok("kvm", "runs a 64-bit guest")
     } else {
-        Check::warn("kvm", format!("/dev/kvm can't run a stock kernel: {}", probe.reason), advice)
+        Check::warn("kvm", probe.reason, advice)
     }
 }
 

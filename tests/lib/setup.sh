@@ -48,3 +48,14 @@ build() {
   cargo build --locked --quiet --package torpor-cli || die "cargo build failed"
   cargo xtask agent >/dev/null || die "building the guest agent failed"
 }
+
+# guest_kernel DIR: unpacks Debian's cloud kernel package there, once; nothing is installed.
+guest_kernel() {
+  [ -e "$1/complete" ] && return
+  say "fetching a guest kernel"
+  local package
+  package=$(apt-cache depends linux-image-cloud-amd64 | awk '/Depends:/ {print $2; exit}')
+  rm -rf "$1" && mkdir -p "$1"
+  (cd "$1" && apt-get download -qq "$package" >/dev/null 2>&1 && dpkg -x ./*.deb . && rm ./*.deb && touch complete) ||
+    die "the kernel package '$package' could not be fetched (apt-get update?)"
+}

@@ -1,0 +1,153 @@
+//! The commands, one file each.
+
+mod completions;
+mod create;
+mod delete;
+#[cfg(feature = "gateway")]
+pub mod doctor;
+mod exec;
+mod get;
+mod history;
+mod image;
+mod info;
+mod list;
+mod logs;
+mod man;
+mod resume;
+#[cfg(feature = "gateway")]
+mod serve;
+mod shell;
+mod start;
+mod stop;
+mod suspend;
+mod verb;
+mod wait;
+mod watch;
+
+use std::future::Future;
+
+use clap::Subcommand;
+
+use crate::{
+    failure::{FAILED, Failure},
+    session::Session,
+};
+
+/// How a command ends: the exit code, or what went wrong.
+pub type Outcome = Result<u8, Failure>;
+
+#[derive(Subcommand)]
+pub enum Command {
+    #[command(flatten)]
+    Verb(Verb),
+    /// The commands for sandboxes, which also exist without `sandbox`.
+    #[command(visible_alias = "sb", arg_required_else_help = true)]
+    Sandbox {
+        #[command(subcommand)]
+        verb: Verb,
+    },
+    /// Images that sandboxes are made of.
+    #[command(arg_required_else_help = true)]
+    Image {
+        #[command(subcommand)]
+        command: image::ImageCommand,
+    },
+    /// Show what the gateway is and what it has left.
+    Info,
+    /// Run the gateway: the daemon that keeps the sandboxes.
+    #[cfg(feature = "gateway")]
+    Serve(serve::ServeArgs),
+    /// Check whether this machine can run sandboxes, and say what to do about what is missing.
+    #[cfg(feature = "gateway")]
+    Doctor(doctor::DoctorArgs),
+    /// Print the completion script of a shell.
+    Completions(completions::CompletionsArgs),
+    /// Write the manual pages into a folder.
+    #[command(hide = true)]
+    Man(man::ManArgs),
+}
+
+/// The commands for sandboxes.
+#[derive(Subcommand)]
+pub enum Verb {
+    /// Make a sandbox and wait until it is ready.
+    Create(Box<create::CreateArgs>),
+    /// List sandboxes, suspended ones too.
+    #[command(visible_alias = "ls")]
+    List(list::ListArgs),
+    /// Show sandboxes in full.
+    Get(get::GetArgs),
+    /// Run a command in a ready sandbox; its exit code becomes ours.
+    Exec(exec::ExecArgs),
+    /// Open a shell in a ready sandbox.
+    Shell(shell::ShellArgs),
+    /// Free all compute of sandboxes; keep their disks.
+    Suspend(suspend::SuspendArgs),
+    /// Bring suspended sandboxes back on the same disk.
+    Resume(resume::ResumeArgs),
+    /// As suspend, and nothing but `start` wakes them.
+    Stop(stop::StopArgs),
+    /// Boot sandboxes from their disks.
+    Start(start::StartArgs),
+    /// Remove sandboxes with their disks.
+    #[command(visible_alias = "rm")]
+    Delete(delete::DeleteArgs),
+    /// Wait until sandboxes have a phase.
+    Wait(wait::WaitArgs),
+    /// Print every change as it happens.
+    Watch(watch::WatchArgs),
+    /// Print the output of a sandbox's main command or its console.
+    Logs(logs::LogsArgs),
+    /// Show the phases that a sandbox went through.
+    History(history::HistoryArgs),
+}
+
+/// Runs a command to its end.
+pub fn run(session: &Session, command: Command) -> Outcome {
+    match command {
+        Command::Verb(verb) | Command::Sandbox { verb } => block_on(run_verb(session, verb)),
+        Command::Image { command } => block_on(image::run(session, command)),
+        Command::Info => block_on(info::run(session)),
+        #[cfg(feature = "gateway")]
+        Command::Serve(args) => serve::run(args),
+        #[cfg(feature = "gateway")]
+        Command::Doctor(args) => doctor::run(session, &args),
+        Command::Completions(args) => completions::run(&args),
+        Command::Man(args) => man::run(&args),
+    }
+}
+
+async fn run_verb(session: &Session, verb: Verb) -> Outcome {
+    match verb {
+        Verb::Create(args) => create::run(session, *args).await,
+        Verb::List(args) => list::run(session, args).await,
+        Verb::Get(args) => get::run(session, args).await,
+        Verb::Exec(args) => exec::run(session, args).await,
+        Verb::Shell(args) => shell::run(session, args).await,
+        Verb::Suspend(args) => suspend::run(session, args).await,
+        Verb::Resume(args) => resume::run(session, args).await,
+        Verb::Stop(args) => stop::run(session, args).await,
+        Verb::Start(args) => start::run(session, args).await,
+        Verb::Delete(args) => delete::run(session, args).await,
+        Verb::Wait(args) => wait::run(session, args).await,
+        Verb::Watch(args) => watch::run(session, args).await,
+        Verb::Logs(args) => logs::run(session, args).await,
+        Verb::History(args) => history::run(session, args).await,
+    }
+}
+
+/// A client needs one thread: it waits most of the time.
+fn within_runtime<T>(future: impl Future<Output = T>) -> Result<T, Failure> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::new(FAILED, format!("can't start: {e}")))?;
+    let result = runtime.block_on(future);
+    // A thread that still looks up a host name must not keep the program.
+    runtime.shutdown_background();
+    Ok(result)
+}
+
+fn block_on(future: impl Future<Output = Outcome>) -> Outcome {
+    within_runtime(future)?
+}

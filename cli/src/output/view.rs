@@ -1,0 +1,334 @@
+//! The stable form of what the gateway sends: snake_case, what is absent is null, enums are words.
+
+use std::collections::BTreeMap;
+
+use prost_types::Timestamp;
+use serde::Serialize;
+use torpor_sdk::{phase, v1};
+
+fn text(text: &str) -> Option<String> {
+    (!text.is_empty()).then(|| text.to_owned())
+}
+
+fn time(time: Option<&Timestamp>) -> Option<String> {
+    time.map(ToString::to_string)
+}
+
+/// A sandbox as `get -o json` shows it.
+#[derive(Serialize)]
+pub struct Sandbox {
+    id: String,
+    name: String,
+    phase: &'static str,
+    retained: Option<&'static str>,
+    driver: Option<String>,
+    machine: Option<String>,
+    run: u64,
+    version: u64,
+    image: Image,
+    labels: BTreeMap<String, String>,
+    created: Option<String>,
+    phase_since: Option<String>,
+    command: Vec<String>,
+    environment: BTreeMap<String, String>,
+    restart_policy: &'static str,
+    resources: Resources,
+    host: Option<Host>,
+    disk: Option<Disk>,
+    failure: Option<Failure>,
+    conditions: Vec<Condition>,
+    exit_code: Option<i32>,
+    restart_count: u32,
+    flushed: Option<bool>,
+    boot_id: Option<String>,
+    then: Option<String>,
+    step: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Image {
+    name: Option<String>,
+    digest: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Resources {
+    cpus: Option<u32>,
+    memory_bytes: Option<u64>,
+    disk_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Host {
+    pid: i32,
+    tap: Option<String>,
+    ip: Option<String>,
+    mac: Option<String>,
+    cid: u32,
+    cpus: Option<String>,
+    memory_bytes: u64,
+    resident_bytes: u64,
+    run_dir: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Disk {
+    virtual_bytes: u64,
+    used_bytes: u64,
+    path: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Failure {
+    step: Option<String>,
+    reason: Option<String>,
+    message: Option<String>,
+    console_tail: Option<String>,
+    next: Option<String>,
+    time: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Condition {
+    r#type: String,
+    status: bool,
+    reason: Option<String>,
+    message: Option<String>,
+    since: Option<String>,
+}
+
+/// What a suspend keeps, as a word.
+pub fn retained(status: &v1::SandboxStatus) -> Option<&'static str> {
+    match status.retained() {
+        v1::Keep::Unspecified => None,
+        v1::Keep::Disk => Some("disk"),
+        v1::Keep::Memory => Some("memory"),
+    }
+}
+
+/// A restart policy, as it is typed.
+pub fn restart_policy(spec: &v1::SandboxSpec) -> &'static str {
+    match spec.restart_policy() {
+        v1::RestartPolicy::Unspecified | v1::RestartPolicy::Never => "never",
+        v1::RestartPolicy::OnFailure => "on-failure",
+        v1::RestartPolicy::Always => "always",
+    }
+}
+
+impl From<&v1::Sandbox> for Sandbox {
+    fn from(sandbox: &v1::Sandbox) -> Self {
+        let spec = sandbox.spec.clone().unwrap_or_default();
+        let status = sandbox.status.clone().unwrap_or_default();
+        let resources = spec.resources.unwrap_or_default();
+        Self {
+            id: sandbox.id.clone(),
+            name: sandbox.name.clone(),
+            phase: phase::name(phase::of(sandbox)),
+            retained: retained(&status),
+            driver: text(&status.driver).or_else(|| text(&spec.driver)),
+            machine: text(&status.machine),
+            run: status.run,
+            version: sandbox.version,
+            image: Image { name: text(&spec.image), digest: text(&status.image_digest) },
+            labels: sandbox.labels.clone().into_iter().collect(),
+            created: time(sandbox.created.as_ref()),
+            phase_since: time(status.phase_since.as_ref()),
+            restart_policy: restart_policy(&spec),
+            command: spec.command,
+            environment: spec.environment.into_iter().collect(),
+            resources: Resources {
+                cpus: resources.cpus,
+                memory_bytes: resources.memory_bytes,
+                disk_bytes: resources.disk_bytes,
+            },
+            host: status.host.as_ref().map(Host::from),
+            disk: status.disk.as_ref().map(Disk::from),
+            failure: status.failure.as_ref().map(Failure::from),
+            conditions: status.conditions.iter().map(Condition::from).collect(),
+            exit_code: status.exit_code,
+            restart_count: status.restart_count,
+            flushed: status.flushed,
+            boot_id: text(&status.boot_id),
+            then: text(&status.then),
+            step: text(&status.step),
+        }
+    }
+}
+
+impl From<&v1::HostResources> for Host {
+    fn from(host: &v1::HostResources) -> Self {
+        Self {
+            pid: host.pid,
+            tap: text(&host.tap),
+            ip: text(&host.ip),
+            mac: text(&host.mac),
+            cid: host.cid,
+            cpus: text(&host.cpus),
+            memory_bytes: host.memory_bytes,
+            resident_bytes: host.resident_bytes,
+            run_dir: text(&host.run_dir),
+        }
+    }
+}
+
+impl From<&v1::Disk> for Disk {
+    fn from(disk: &v1::Disk) -> Self {
+        Self { virtual_bytes: disk.virtual_bytes, used_bytes: disk.used_bytes, path: text(&disk.path) }
+    }
+}
+
+impl From<&v1::Failure> for Failure {
+    fn from(failure: &v1::Failure) -> Self {
+        Self {
+            step: text(&failure.step),
+            reason: text(&failure.reason),
+            message: text(&failure.message),
+            console_tail: text(&failure.console_tail),
+            next: text(&failure.next),
+            time: time(failure.time.as_ref()),
+        }
+    }
+}
+
+impl From<&v1::Condition> for Condition {
+    fn from(condition: &v1::Condition) -> Self {
+        Self {
+            r#type: condition.r#type.clone(),
+            status: condition.status,
+            reason: text(&condition.reason),
+            message: text(&condition.message),
+            since: time(condition.since.as_ref()),
+        }
+    }
+}
+
+/// An event of `watch -o json`.
+#[derive(Serialize)]
+pub struct Event {
+    /// "snapshot", "changed", "deleted", "synced" or "reset".
+    pub kind: &'static str,
+    /// To go on from here later.
+    pub cursor: Option<String>,
+    /// None for "synced" and "reset".
+    pub sandbox: Option<Sandbox>,
+}
+
+/// A row of `history -o json`.
+#[derive(Serialize)]
+pub struct Transition {
+    time: Option<String>,
+    from: Option<&'static str>,
+    to: &'static str,
+    why: Option<String>,
+    after_seconds: Option<f64>,
+    run: u64,
+    version: u64,
+}
+
+impl From<&v1::Transition> for Transition {
+    fn from(t: &v1::Transition) -> Self {
+        let from = phase::from_wire(t.from);
+        Self {
+            time: time(t.time.as_ref()),
+            from: (from != v1::Phase::Unspecified).then(|| phase::name(from)),
+            to: phase::name(phase::from_wire(t.to)),
+            why: text(&t.why),
+            after_seconds: t.after.as_ref().map(|d| d.seconds as f64 + f64::from(d.nanos) / 1e9),
+            run: t.run,
+            version: t.version,
+        }
+    }
+}
+
+/// An image of `image list -o json`.
+#[derive(Serialize)]
+pub struct ImageRow {
+    name: String,
+    digest: String,
+    size_bytes: u64,
+    used_bytes: u64,
+    created: Option<String>,
+    sandboxes: u32,
+}
+
+impl From<&v1::Image> for ImageRow {
+    fn from(image: &v1::Image) -> Self {
+        Self {
+            name: image.name.clone(),
+            digest: image.digest.clone(),
+            size_bytes: image.size_bytes,
+            used_bytes: image.used_bytes,
+            created: time(image.created.as_ref()),
+            sandboxes: image.sandboxes,
+        }
+    }
+}
+
+/// A driver of `info -o json`.
+#[derive(Serialize)]
+struct Driver {
+    name: String,
+    version: Option<String>,
+    keeps_memory: bool,
+    machine: Option<String>,
+    notice: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Capacity {
+    slots_total: u32,
+    slots_used: u32,
+    slots_quarantined: u32,
+    memory_total_bytes: u64,
+    memory_used_bytes: u64,
+    cpus_total: u32,
+    sandboxes: u64,
+}
+
+/// `info -o json`.
+#[derive(Serialize)]
+pub struct Info {
+    version: String,
+    client_version: &'static str,
+    gateway_id: String,
+    drivers: Vec<Driver>,
+    default_driver: Option<String>,
+    default_image: Option<String>,
+    capacity: Option<Capacity>,
+    state_dir: String,
+    run_dir: String,
+    started: Option<String>,
+}
+
+impl From<&v1::InfoResponse> for Info {
+    fn from(info: &v1::InfoResponse) -> Self {
+        let driver = |d: &v1::Driver| Driver {
+            name: d.name.clone(),
+            version: text(&d.version),
+            keeps_memory: d.keeps_memory,
+            machine: text(&d.machine),
+            notice: text(&d.notice),
+        };
+        let capacity = |c: &v1::Capacity| Capacity {
+            slots_total: c.slots_total,
+            slots_used: c.slots_used,
+            slots_quarantined: c.slots_quarantined,
+            memory_total_bytes: c.memory_total_bytes,
+            memory_used_bytes: c.memory_used_bytes,
+            cpus_total: c.cpus_total,
+            sandboxes: c.sandboxes,
+        };
+        Self {
+            version: info.version.clone(),
+            client_version: env!("CARGO_PKG_VERSION"),
+            gateway_id: info.gateway_id.clone(),
+            drivers: info.drivers.iter().map(driver).collect(),
+            default_driver: text(&info.default_driver),
+            default_image: text(&info.default_image),
+            capacity: info.capacity.as_ref().map(capacity),
+            state_dir: info.state_dir.clone(),
+            run_dir: info.run_dir.clone(),
+            started: time(info.started.as_ref()),
+        }
+    }
+}

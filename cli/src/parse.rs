@@ -1,0 +1,162 @@
+//! Values on the command line.
+
+use std::{
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use clap::Args;
+
+use crate::failure::Failure;
+
+/// A size: `512M`, `1GiB`, `1.5G`, or bytes. K, M, G and T are powers of 1024.
+pub fn size(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let factor: u64 = match unit {
+        "" | "B" => 1,
+        "K" | "Ki" | "KiB" => 1 << 10,
+        "M" | "Mi" | "MiB" => 1 << 20,
+        "G" | "Gi" | "GiB" => 1 << 30,
+        "T" | "Ti" | "TiB" => 1 << 40,
+        _ => {
+            return Err(format!(
+                "'{unit}' is not a unit: use K, M, G or T (powers of 1024), as in 512M or 1GiB"
+            ));
+        }
+    };
+    let value: f64 =
+        number.parse().map_err(|_| "a size is a number and a unit, as in 512M or 1GiB".to_owned())?;
+    let bytes = value * factor as f64;
+    if !(1.0..=(1_u64 << 60) as f64).contains(&bytes) {
+        return Err("a size must be at least one byte and at most 1048576T".to_owned());
+    }
+    Ok(bytes as u64)
+}
+
+/// A time: `500ms`, `10s`, `5m`, `1h`, or seconds.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let factor = match unit {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3600.0,
+        "d" => 86400.0,
+        _ => return Err(format!("'{unit}' is not a unit of time: use ms, s, m, h or d, as in 10s")),
+    };
+    let value: f64 =
+        number.parse().map_err(|_| "a time is a number and a unit, as in 10s or 5m".to_owned())?;
+    Duration::try_from_secs_f64(value * factor).map_err(|e| e.to_string())
+}
+
+/// A label: `key=value`.
+pub fn pair(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err("it must be KEY=VALUE".to_owned()),
+    }
+}
+
+/// How a limit of a wait is meant: 0 is none.
+pub fn limit(timeout: Duration) -> Option<Duration> {
+    (!timeout.is_zero()).then_some(timeout)
+}
+
+/// The options for environment variables.
+#[derive(Args)]
+pub struct Environment {
+    /// An environment variable; KEY alone takes its value from here. May be repeated.
+    #[arg(short, long = "env", value_name = "KEY[=VALUE]")]
+    env: Vec<String>,
+    /// A file of KEY=VALUE lines; empty lines and lines that begin with '#' are skipped. May be repeated; --env wins.
+    #[arg(long, value_name = "FILE")]
+    env_file: Vec<PathBuf>,
+}
+
+impl Environment {
+    /// The variables, by name.
+    pub fn read(&self) -> Result<HashMap<String, String>, Failure> {
+        let mut all = HashMap::new();
+        for path in &self.env_file {
+            read_file(path, &mut all)?;
+        }
+        for entry in &self.env {
+            add(entry, &mut all).map_err(|e| Failure::usage(format!("--env {entry}: {e}")))?;
+        }
+        Ok(all)
+    }
+}
+
+fn read_file(path: &Path, all: &mut HashMap<String, String>) -> Result<(), Failure> {
+    let shown = path.display();
+    let text = fs::read_to_string(path)
+        .map_err(|e| Failure::usage(format!("environment file '{shown}' can't be read: {e}")))?;
+    for (number, line) in text.lines().enumerate() {
+        let line = line.trim_end_matches('\r');
+        if line.trim().is_empty() || line.starts_with('#') {
+            continue;
+        }
+        add(line, all).map_err(|e| Failure::usage(format!("{shown}:{}: {e}", number + 1)))?;
+    }
+    Ok(())
+}
+
+fn add(entry: &str, all: &mut HashMap<String, String>) -> Result<(), String> {
+    let (key, value) = match entry.split_once('=') {
+        Some((key, value)) => (key, value.to_owned()),
+        None => (
+            entry,
+            std::env::var(entry)
+                .map_err(|e| format!("the variable's value can't be taken from here: {e}"))?,
+        ),
+    };
+    if key.is_empty() || key.contains(char::is_whitespace) {
+        return Err(format!("'{}' is not a variable's name", key.escape_debug()));
+    }
+    all.insert(key.to_owned(), value);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_powers_of_1024_and_doubtful_units_are_refused() {
+        assert_eq!(size("512M"), Ok(512 << 20));
+        assert_eq!(size("1GiB"), Ok(1 << 30));
+        assert_eq!(size("1.5G"), Ok(3 << 29));
+        assert_eq!(size("4096"), Ok(4096));
+        for bad in ["", "0", "G", "1MB", "-1G", "1e3", "1 G", "9999999999999T"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn times_have_units_and_bare_numbers_are_seconds() {
+        assert_eq!(duration("10"), Ok(Duration::from_secs(10)));
+        assert_eq!(duration("1.5m"), Ok(Duration::from_secs(90)));
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(limit(Duration::ZERO), None);
+        for bad in ["", "s", "1y", "-5s", "1e999"] {
+            assert!(duration(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_environment_file_is_read_and_a_bad_line_is_named_by_its_number() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("env");
+        fs::write(&path, "# a remark\n\nA=1\r\nB=x=y\n").unwrap();
+        let environment = Environment { env: vec!["A=2".into()], env_file: vec![path.clone()] };
+        let all = environment.read().unwrap();
+        assert_eq!((all["A"].as_str(), all["B"].as_str()), ("2", "x=y"));
+        fs::write(&path, "A=1\n=2\n").unwrap();
+        let message = environment.read().unwrap_err().told.message;
+        assert!(message.ends_with(":2: '' is not a variable's name"), "{message}");
+    }
+}

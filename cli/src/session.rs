@@ -1,0 +1,87 @@
+//! What every command needs: where the gateway is and how to print.
+
+use std::io::{self, IsTerminal as _};
+
+use serde::Serialize;
+use torpor_sdk::{Client, v1};
+
+use crate::{
+    args::Global,
+    failure::Failure,
+    output::{self, Format, view},
+};
+
+/// The global options, worked out.
+pub struct Session {
+    pub endpoint: String,
+    pub format: Format,
+    pub quiet: bool,
+}
+
+impl Session {
+    pub fn new(global: &Global) -> Self {
+        let by_default = if global.quiet { Format::Name } else { Format::Table };
+        Self {
+            endpoint: global.endpoint.clone(),
+            format: global.output.unwrap_or(by_default),
+            quiet: global.quiet,
+        }
+    }
+
+    pub async fn connect(&self) -> Result<Client, Failure> {
+        Ok(Client::connect(&self.endpoint).await?)
+    }
+
+    /// Whether somebody watches: progress goes to standard error, and only to a terminal.
+    pub fn shows_progress(&self) -> bool {
+        !self.quiet && io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+    }
+
+    /// Whether the gateway's file system is ours, so that relative paths mean something to it.
+    pub fn is_local(&self) -> bool {
+        self.endpoint.starts_with("unix:")
+    }
+
+    /// A path of the gateway's host: made absolute when that is this host.
+    pub fn host_path(&self, path: &str) -> Result<String, Failure> {
+        if !self.is_local() {
+            return Ok(path.to_owned());
+        }
+        let absolute = std::path::absolute(path)
+            .map_err(|e| Failure::usage(format!("path '{path}' can't be made absolute: {e}")))?;
+        absolute
+            .into_os_string()
+            .into_string()
+            .map_err(|p| Failure::usage(format!("path '{}' is not UTF-8", p.display())))
+    }
+
+    /// Prints sandboxes: an object when one was asked for, else a list.
+    pub fn print_sandboxes(
+        &self,
+        sandboxes: &[v1::Sandbox],
+        one: bool,
+        table: impl FnOnce(&[v1::Sandbox]) -> String,
+    ) -> Result<(), Failure> {
+        let views = || sandboxes.iter().map(view::Sandbox::from).collect::<Vec<_>>();
+        match (self.format, sandboxes) {
+            (Format::Table, _) => output::text(&table(sandboxes)),
+            (Format::Name, _) => output::lines(sandboxes.iter().map(|s| s.name.as_str())),
+            (_, [single]) if one => output::structured(self.format, &view::Sandbox::from(single)),
+            _ => output::structured(self.format, &views()),
+        }
+    }
+
+    /// Prints anything else that has a list of names and a table.
+    pub fn print<T: Serialize>(
+        &self,
+        value: &T,
+        names: impl FnOnce() -> Vec<String>,
+        table: impl FnOnce() -> String,
+    ) -> Result<(), Failure> {
+        match self.format {
+            Format::Table => output::text(&table()),
+            Format::Name => output::lines(names().iter().map(String::as_str)),
+            format => output::structured(format, value),
+        }
+    }
+}
