@@ -1,0 +1,461 @@
+//! The verbs.
+
+use std::{
+    collections::HashMap,
+    pin::Pin,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use futures::{Stream, StreamExt as _};
+use tokio::{
+    sync::{OwnedMutexGuard, broadcast},
+    time::{Instant, timeout},
+};
+use tokio_stream::wrappers::BroadcastStream;
+use tonic::transport::Channel;
+use torpor_netpool::Ledger;
+use torpor_sandbox::{
+    Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, Facts, Observed, Run, SandboxId,
+    SandboxSpec, Stopped,
+    driver::{DiskFacts, HostFacts},
+    lifecycle::Keep,
+};
+
+use crate::{
+    assets::Assets,
+    config::{ConfigError, VmConfig},
+    host::Host,
+    machine,
+    probe::{self, Probe},
+    store::Store,
+    vm::Vm,
+};
+
+/// How long `observe` waits for an agent.
+const AGENT_WAIT: Duration = Duration::from_millis(1200);
+/// How long `observe` waits for a step of a verb that was dropped.
+const STEP_WAIT: Duration = Duration::from_millis(500);
+/// How long a killed process may take to go: longer means that it hangs in the kernel.
+const KILL_WAIT: Duration = Duration::from_secs(10);
+/// How long the console of a living VM is waited for.
+const CONSOLE_WAIT: Duration = Duration::from_millis(500);
+/// Hints that nobody has read yet; more are dropped, oldest first.
+const HINTS: usize = 1024;
+
+/// So many sandboxes' locks are kept before those that nobody uses are let go.
+const MANY_LOCKS: usize = 4096;
+
+/// One sandbox's locks.
+#[derive(Clone, Debug, Default)]
+struct Locks {
+    /// Held by a verb, and by its blocking steps: these go on when the verb is dropped, and the next one must wait.
+    verb: Arc<tokio::sync::Mutex<()>>,
+    /// Held by a blocking step that changes something: while it lasts, nobody can tell the truth.
+    step: Arc<tokio::sync::Mutex<()>>,
+}
+
+/// What lets a verb's steps run.
+pub(crate) type Turn = Arc<OwnedMutexGuard<()>>;
+
+/// Runs sandboxes as virtual machines on this host.
+pub struct VmDriver {
+    pub(crate) config: VmConfig,
+    pub(crate) host: Arc<Host>,
+    probe: Probe,
+    hints: broadcast::Sender<SandboxId>,
+    /// The VMs that are watched. The lock is held while one is taken up, so that each has one watcher.
+    live: tokio::sync::Mutex<HashMap<SandboxId, Arc<Vm>>>,
+    locks: Mutex<HashMap<SandboxId, Locks>>,
+}
+
+impl std::fmt::Debug for VmDriver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VmDriver")
+            .field("config", &self.config)
+            .field("probe", &self.probe)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for VmDriver {
+    fn drop(&mut self) {
+        self.live.get_mut().values().for_each(|vm| vm.abandon());
+    }
+}
+
+impl VmDriver {
+    /// A driver for what is below the directories of `config`. Blocks for as long as the KVM probe takes, the first
+    /// time on a booted host. Starts and stops nothing: [`VmDriver::sweep`] does.
+    ///
+    /// # Errors
+    /// A value of the configuration that can't work, or a folder that can't be made.
+    pub fn new(config: VmConfig, ledger: Arc<dyn Ledger>) -> Result<Arc<Self>, ConfigError> {
+        config.validate()?;
+        let folder = |path: &std::path::Path, source| ConfigError::Folder { path: path.to_owned(), source };
+        let store = Store::open(&config.state_dir).map_err(|source| folder(&config.state_dir, source))?;
+        std::fs::create_dir_all(&config.run_dir).map_err(|source| folder(&config.run_dir, source))?;
+        let assets = Assets::open(&config)?;
+        let probe = match &config.probe {
+            Some(program) => probe::cached(program, &config.state_dir),
+            None => Probe::not_looked(),
+        };
+        let machine = machine::open(&config, &probe)?;
+        let host = Arc::new(Host::new(&config, store, assets, ledger, machine));
+        let (hints, _) = broadcast::channel(HINTS);
+        Ok(Arc::new(Self { config, host, probe, hints, live: Default::default(), locks: Default::default() }))
+    }
+
+    /// What was found out about this host's KVM.
+    pub fn probe(&self) -> &Probe {
+        &self.probe
+    }
+
+    fn locks(&self, id: &SandboxId) -> Locks {
+        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
+        if locks.len() >= MANY_LOCKS {
+            // Who holds or waits for one has a clone of it.
+            locks.retain(|_, locks| Arc::strong_count(&locks.verb) > 1 || Arc::strong_count(&locks.step) > 1);
+        }
+        locks.entry(id.clone()).or_default().clone()
+    }
+
+    /// Waits for the verb or the dangling step before.
+    pub(crate) async fn turn(&self, id: &SandboxId) -> Turn {
+        Arc::new(self.locks(id).verb.lock_owned().await)
+    }
+
+    /// One blocking step. It runs to its end even when the caller is dropped.
+    pub(crate) async fn step<T: Send + 'static>(
+        &self,
+        id: &SandboxId,
+        turn: &Turn,
+        work: impl FnOnce(&Host) -> Result<T, DriverError> + Send + 'static,
+    ) -> Result<T, DriverError> {
+        let guard = self.locks(id).step.lock_owned().await;
+        let (turn, host) = (Arc::clone(turn), Arc::clone(&self.host));
+        self.blocking(move || {
+            let _held = (turn, guard);
+            work(&host)
+        })
+        .await
+    }
+
+    async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, DriverError> + Send + 'static,
+    ) -> Result<T, DriverError> {
+        tokio::task::spawn_blocking(work)
+            .await
+            .unwrap_or_else(|error| Err(DriverError::backend("run a step", error)))
+    }
+
+    /// The running VM of a sandbox, taken up when it isn't watched yet.
+    pub(crate) async fn live(&self, id: &SandboxId) -> Result<Option<Arc<Vm>>, DriverError> {
+        let mut live = self.live.lock().await;
+        if let Some(vm) = live.get(id) {
+            if !vm.seen().gone {
+                return Ok(Some(Arc::clone(vm)));
+            }
+            live.remove(id);
+        }
+        let (host, wanted) = (Arc::clone(&self.host), id.clone());
+        let Some((record, handle)) = self.blocking(move || host.find(&wanted)).await? else {
+            return Ok(None);
+        };
+        tracing::info!(sandbox = %id, run = %record.run, pid = handle.identity().pid, "adopted");
+        Ok(Some(self.watch(&mut live, record, handle)))
+    }
+
+    fn watch(
+        &self,
+        live: &mut HashMap<SandboxId, Arc<Vm>>,
+        record: crate::rundir::Record,
+        handle: crate::process::Handle,
+    ) -> Arc<Vm> {
+        let id = record.sandbox.clone();
+        let dir = self.host.run_dir(&id);
+        let vm = Vm::watch(record, dir, handle, Arc::clone(&self.host.machine), self.hints.clone());
+        live.insert(id, Arc::clone(&vm));
+        vm
+    }
+
+    /// Checks, borrows and starts; the VM runs afterwards, its guest boots.
+    async fn launch(
+        &self,
+        id: &SandboxId,
+        run: Run,
+        turn: &Turn,
+    ) -> Result<(Arc<Vm>, SandboxSpec), DriverError> {
+        let (host, wanted) = (Arc::clone(&self.host), id.clone());
+        let prepared = self.blocking(move || host.prepare(&wanted)).await?;
+        let spec = prepared.spec.clone();
+        let wanted = id.clone();
+        let launched = self.step(id, turn, move |host| {
+            let launched = host.launch(&wanted, run, &prepared);
+            if launched.is_err()
+                && let Err(error) = host.release(&wanted)
+            {
+                tracing::warn!(sandbox = %wanted, %error, "a failed start left something; stop will find it");
+            }
+            launched
+        });
+        let (record, handle) = launched.await?;
+        let mut live = self.live.lock().await;
+        // An observer may have taken it up meanwhile.
+        let vm = match live.get(id).filter(|vm| !vm.seen().gone) {
+            Some(vm) => Arc::clone(vm),
+            None => self.watch(&mut live, record, handle),
+        };
+        Ok((vm, spec))
+    }
+
+    /// Ends the VM without asking its guest, and sees it gone.
+    pub(crate) async fn kill(&self, vm: &Vm) -> Result<(), DriverError> {
+        let pid = vm.handle.identity().pid;
+        vm.handle
+            .kill()
+            .map_err(|source| DriverError::backend(format!("kill the VM process {pid}"), source))?;
+        timeout(KILL_WAIT, vm.gone()).await.map_err(|_| {
+            let text = format!("it is still there {} s after SIGKILL", KILL_WAIT.as_secs());
+            DriverError::backend(format!("end the VM process {pid}"), text)
+        })
+    }
+
+    /// Ends whatever runs and gives everything back. `deadline` none: the guest isn't asked.
+    async fn put_down(
+        &self,
+        id: &SandboxId,
+        turn: &Turn,
+        deadline: Option<Duration>,
+    ) -> Result<Stopped, DriverError> {
+        let mut stopped = Stopped { flushed: false, kept: Keep::Disk, detail: None };
+        if let Some(vm) = self.live(id).await? {
+            let until = Instant::now() + deadline.unwrap_or_default();
+            let flushed = match deadline {
+                Some(_) => vm.shut_down(until).await,
+                None => Err("it was not asked to end".to_owned()),
+            };
+            match flushed {
+                Ok(()) => stopped.flushed = true,
+                Err(why) => stopped.detail = Some(why),
+            }
+            vm.end_process(stopped.flushed).await;
+            if !vm.seen().gone {
+                self.kill(&vm).await?;
+            }
+            self.live.lock().await.remove(id);
+        } else if self.host.run_dir(id).exists() {
+            stopped.detail = Some("it had ended before".to_owned());
+        }
+        let wanted = id.clone();
+        self.step(id, turn, move |host| host.release(&wanted)).await?;
+        Ok(stopped)
+    }
+
+    fn failed(step: &str, cause: String, console: &[u8]) -> DriverError {
+        let console = String::from_utf8_lossy(console).into_owned();
+        DriverError::Failed { step: step.to_owned(), cause, console }
+    }
+
+    /// Waits for the agent; what doesn't come up is put down again.
+    async fn bring_up(&self, vm: &Vm, spec: &SandboxSpec, turn: &Turn) -> Result<(), DriverError> {
+        let id = &vm.record.sandbox;
+        let Err(cause) = vm.wait_ready(spec, &self.host, self.config.boot_timeout).await else {
+            return Ok(());
+        };
+        vm.drain(CONSOLE_WAIT).await;
+        let console = vm.dir.console(4096);
+        self.put_down(id, turn, None).await?;
+        Err(Self::failed("boot", cause, &console))
+    }
+
+    /// What the folder of a run says when its process isn't there.
+    fn observe_leftovers(&self, id: &SandboxId) -> Observed {
+        let dir = self.host.run_dir(id);
+        let lost = |run, text: &str| Observed::Ended(Ended { run, exit: Exit::Lost(text.to_owned()) });
+        match dir.record() {
+            Ok(Some(record)) => match (dir.exit(record.run), record.process) {
+                (Some(exit), _) => Observed::Ended(Ended { run: record.run, exit }),
+                // A start that was cut short before there was a process: the next start of that run goes on.
+                (None, None) => Observed::Running { run: record.run, agent: false },
+                (None, Some(process)) => {
+                    lost(record.run, &format!("the VM process {} is gone; nobody saw it end", process.pid))
+                }
+            },
+            Ok(None) => lost(Run(0), "a start was cut short"),
+            Err(error) => lost(Run(0), &error.to_string()),
+        }
+    }
+
+    async fn observe_live(&self, vm: &Vm) -> Observed {
+        let run = vm.record.run;
+        let seen = vm.seen();
+        if let Some(exit) = seen.exit {
+            return Observed::Ended(Ended { run, exit });
+        }
+        match vm.status(AGENT_WAIT).await {
+            Some(status) if status.run == run.0 => match status.main_exit {
+                Some(main) => Observed::Ended(Ended { run, exit: Exit::Code(main.code) }),
+                None => Observed::Running { run, agent: status.configured },
+            },
+            _ => match vm.seen().exit {
+                Some(exit) => Observed::Ended(Ended { run, exit }),
+                None => Observed::Running { run, agent: false },
+            },
+        }
+    }
+}
+
+#[async_trait]
+impl ComputeDriver for VmDriver {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            name: "vm".to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            keeps_memory: false,
+            updates: true,
+            needs_loan: true,
+            machine: self.host.machine.label().to_owned(),
+            notice: self.host.machine.notice(),
+        }
+    }
+
+    async fn create(&self, id: &SandboxId, spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
+        if spec.machine == "kvm" {
+            return Err(DriverError::Unsupported(
+                "machine: 'kvm' is not part of this version; use auto or qemu".into(),
+            ));
+        }
+        let turn = self.turn(id).await;
+        let (wanted, spec) = (id.clone(), spec.clone());
+        self.step(id, &turn, move |host| {
+            let base = host.assets.base(&spec.image_digest)?;
+            host.store.create(&wanted, &spec, &base)
+        })
+        .await
+    }
+
+    async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {
+        if from == Keep::Memory {
+            return Err(DriverError::Unsupported(
+                "this driver keeps no memory images; start from the disk".into(),
+            ));
+        }
+        let turn = self.turn(id).await;
+        if let Some(vm) = self.live(id).await? {
+            if vm.record.run != run {
+                let text = format!(
+                    "run {} is still there; it must be stopped before run {run} starts",
+                    vm.record.run
+                );
+                return Err(DriverError::Invalid(text));
+            }
+            let spec = self.host.store.spec(id)?;
+            self.bring_up(&vm, &spec, &turn).await?;
+            return Ok(Change::Already);
+        }
+        if self.host.run_dir(id).exists() {
+            let wanted = id.clone();
+            self.step(id, &turn, move |host| host.release(&wanted)).await?;
+        }
+        let (vm, spec) = self.launch(id, run, &turn).await?;
+        self.bring_up(&vm, &spec, &turn).await?;
+        Ok(Change::Done)
+    }
+
+    async fn stop(&self, id: &SandboxId, keep: Keep, deadline: Duration) -> Result<Stopped, DriverError> {
+        if keep == Keep::Memory {
+            return Err(DriverError::Unsupported("this driver can't keep memory; suspend without it".into()));
+        }
+        let turn = self.turn(id).await;
+        self.put_down(id, &turn, Some(deadline)).await
+    }
+
+    async fn delete(&self, id: &SandboxId) -> Result<Change, DriverError> {
+        let turn = self.turn(id).await;
+        let ran = self.live(id).await?.is_some() || self.host.run_dir(id).exists();
+        self.put_down(id, &turn, None).await?;
+        let wanted = id.clone();
+        let change = self.step(id, &turn, move |host| host.store.delete(&wanted)).await?;
+        Ok(if ran { Change::Done } else { change })
+    }
+
+    async fn observe(&self, id: &SandboxId) -> Result<Observed, DriverError> {
+        let locks = self.locks(id);
+        // A step of a dropped verb may be half-way: what is seen now would not be what is there in a moment.
+        let Ok(quiet) = timeout(STEP_WAIT, locks.step.lock()).await else {
+            return Ok(Observed::Unknown("a step is still under way".to_owned()));
+        };
+        let vm = self.live(id).await?;
+        if let Some(vm) = vm {
+            drop(quiet);
+            return Ok(self.observe_live(&vm).await);
+        }
+        if self.host.run_dir(id).exists() {
+            return Ok(self.observe_leftovers(id));
+        }
+        Ok(if self.host.store.exists(id) { Observed::Stopped { memory: false } } else { Observed::Missing })
+    }
+
+    async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
+        let host = Arc::clone(&self.host);
+        self.blocking(move || {
+            let failed = |source| DriverError::backend("list the sandboxes", source);
+            let mut ids = host.store.list().map_err(failed)?;
+            ids.extend(crate::sweep::runs(&host).map_err(failed)?);
+            ids.sort();
+            ids.dedup();
+            Ok(ids)
+        })
+        .await
+    }
+
+    fn hints(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
+        // A receiver that lags has lost hints, which may happen to hints.
+        Box::pin(BroadcastStream::new(self.hints.subscribe()).filter_map(|hint| async { hint.ok() }))
+    }
+
+    async fn agent(&self, id: &SandboxId) -> Result<Channel, DriverError> {
+        self.live(id).await?.map(|vm| vm.channel.clone()).ok_or(DriverError::Missing)
+    }
+
+    async fn facts(&self, id: &SandboxId) -> Facts {
+        let vm = self.live(id).await.ok().flatten();
+        let overlay = self.host.store.overlay(id);
+        let disk = torpor_overlay::inspect(&overlay).ok().map(|info| DiskFacts {
+            virtual_bytes: info.virtual_bytes,
+            used_bytes: info.used_bytes,
+            path: overlay.display().to_string(),
+        });
+        let machine = vm.as_ref().map(|vm| vm.record.label.clone());
+        let boot_id = vm.as_ref().and_then(|vm| vm.boot_id());
+        Facts { host: vm.map(|vm| host_facts(&vm)), disk, machine, boot_id }
+    }
+
+    async fn console(&self, id: &SandboxId, bytes: usize) -> Vec<u8> {
+        if let Ok(Some(vm)) = self.live(id).await {
+            vm.drain(CONSOLE_WAIT).await;
+        }
+        let dir = self.host.run_dir(id);
+        let text = if dir.exists() { dir.console(bytes) } else { self.host.store.console(id) };
+        text[text.len().saturating_sub(bytes)..].to_vec()
+    }
+}
+
+fn host_facts(vm: &Vm) -> HostFacts {
+    let record = &vm.record;
+    let net = record.net.as_ref();
+    HostFacts {
+        pid: vm.handle.identity().pid,
+        tap: net.map(|net| net.tap.clone()).unwrap_or_default(),
+        ip: net.map(|net| net.guest_ip.to_string()).unwrap_or_default(),
+        mac: net.map(|net| net.mac.to_string()).unwrap_or_default(),
+        cpus: record.cpus.clone(),
+        memory_bytes: record.memory_bytes,
+        resident_bytes: vm.handle.identity().resident_bytes(),
+        cid: net.map_or(0, |net| net.cid),
+        run_dir: vm.dir.path().display().to_string(),
+    }
+}

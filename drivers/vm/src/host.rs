@@ -1,0 +1,379 @@
+//! The blocking half: what a start takes from the host and what a stop gives back.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use torpor_netpool::{
+    GuestNet, Ledger, Loan, PoolConfig,
+    linux::{
+        Cgroup, CgroupLimits, CgroupParent, CgroupProbe, Firewall, Forwarding, TapOptions, attach, detach,
+        effective_mtu, enable_forwarding, host_nameservers, pin, uplink,
+    },
+};
+use torpor_overlay::Lock;
+use torpor_sandbox::{DriverError, Run, SandboxId, SandboxSpec};
+
+use crate::{
+    assets::{Assets, BootFiles},
+    config::VmConfig,
+    errors,
+    machine::{Launch, Machine},
+    process::{self, Handle, Identity},
+    rundir::{Record, RunDir, host_boot},
+    store::Store,
+};
+
+/// What a VM process may need beyond guest memory, bytes. Generous: the limit is against leaks, not a budget.
+const MEMORY_HEADROOM: u64 = 512 << 20;
+/// Threads of a VM process beyond one per CPU: main loop, block workers, RCU.
+const THREADS: u64 = 128;
+/// What of a console outlives its run, bytes.
+const KEPT_CONSOLE: usize = 64 << 10;
+const RESOLV_CONF: &str = "/etc/resolv.conf";
+
+/// What a run is started with; all of it was checked.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    pub(crate) spec: SandboxSpec,
+    pub(crate) loan: Loan,
+    pub(crate) net: GuestNet,
+    base: PathBuf,
+    boot: BootFiles,
+}
+
+/// The host, as far as VMs borrow from it.
+pub(crate) struct Host {
+    run_dir: PathBuf,
+    pool: PoolConfig,
+    nameservers: Vec<String>,
+    pub(crate) store: Store,
+    pub(crate) assets: Assets,
+    pub(crate) ledger: Arc<dyn Ledger>,
+    pub(crate) machine: Arc<dyn Machine>,
+    pub(crate) firewall: Firewall,
+    pub(crate) cgroups: Option<CgroupParent>,
+    /// The firewall's table and forwarding were seen to be there.
+    ready: Mutex<bool>,
+}
+
+impl Host {
+    pub(crate) fn new(
+        config: &VmConfig,
+        store: Store,
+        assets: Assets,
+        ledger: Arc<dyn Ledger>,
+        machine: Arc<dyn Machine>,
+    ) -> Self {
+        let cgroups = match CgroupParent::probe(&config.pool) {
+            CgroupProbe::Ready(parent) => Some(parent),
+            CgroupProbe::Unavailable(reason) => {
+                tracing::info!(%reason, "VMs run without cgroups of their own");
+                None
+            }
+        };
+        Self {
+            run_dir: config.run_dir.clone(),
+            pool: config.pool.clone(),
+            nameservers: config.nameservers.iter().map(ToString::to_string).collect(),
+            store,
+            assets,
+            ledger,
+            machine,
+            firewall: Firewall::new(&config.pool),
+            cgroups,
+            ready: Mutex::new(false),
+        }
+    }
+
+    pub(crate) fn pool(&self) -> &PoolConfig {
+        &self.pool
+    }
+
+    pub(crate) fn run_dir(&self, id: &SandboxId) -> RunDir {
+        RunDir::new(&self.run_dir, id)
+    }
+
+    /// Where the folders of runs are.
+    pub(crate) fn run_root(&self) -> &Path {
+        &self.run_dir
+    }
+
+    /// The guest's MTU, bytes.
+    pub(crate) fn mtu(&self) -> u32 {
+        effective_mtu(&self.pool, uplink(&self.pool).ok().flatten().as_ref())
+    }
+
+    /// Name servers for guests.
+    pub(crate) fn nameservers(&self) -> Vec<String> {
+        if !self.nameservers.is_empty() {
+            return self.nameservers.clone();
+        }
+        match host_nameservers(Path::new(RESOLV_CONF)) {
+            Ok(found) => {
+                if let Some(warning) = found.warning {
+                    tracing::warn!(%warning, "name servers of guests");
+                }
+                found.servers.iter().map(ToString::to_string).collect()
+            }
+            Err(error) => {
+                tracing::warn!(%error, "guests get no name servers");
+                Vec::new()
+            }
+        }
+    }
+
+    /// Everything that can be checked before anything is borrowed. May take long: a base that changed its time stamps
+    /// is hashed.
+    pub(crate) fn prepare(&self, id: &SandboxId) -> Result<Prepared, DriverError> {
+        let spec = self.store.spec(id)?;
+        let overlay = self.store.overlay(id);
+        if !overlay.exists() {
+            return Err(DriverError::DataMissing(format!("{} is missing", overlay.display())));
+        }
+        let base = self.assets.base_path(&spec.image_digest);
+        torpor_overlay::verify_base(&overlay, &base).map_err(errors::overlay)?;
+        let loan = self.loan(id)?.ok_or_else(|| {
+            DriverError::Exhausted(format!(
+                "nothing was lent to {id}: no address, CPUs and memory to start it with"
+            ))
+        })?;
+        let net = self.net_of(&loan)?;
+        let boot = self.assets.boot(spec.kernel.as_deref().map(Path::new))?;
+        Ok(Prepared { spec, loan, net, base, boot })
+    }
+
+    fn loan(&self, id: &SandboxId) -> Result<Option<Loan>, DriverError> {
+        self.ledger.loan(id.as_str()).map_err(errors::ledger)
+    }
+
+    fn net_of(&self, loan: &Loan) -> Result<GuestNet, DriverError> {
+        self.pool
+            .guest_net(&loan.sandbox_id, loan.slot)
+            .map_err(|error| DriverError::Invalid(error.to_string()))
+    }
+
+    /// Makes the VM process and all that it needs. When it fails, [`Host::release`] gives back what was made.
+    pub(crate) fn launch(
+        &self,
+        id: &SandboxId,
+        run: Run,
+        prepared: &Prepared,
+    ) -> Result<(Record, Handle), DriverError> {
+        let dir = self.run_dir(id);
+        let mut record = Record {
+            sandbox: id.clone(),
+            run,
+            machine: self.machine.name().to_owned(),
+            label: self.machine.label().to_owned(),
+            host_boot: host_boot(),
+            process: None,
+            net: Some(prepared.net.clone()),
+            cpus: prepared.loan.cpus.to_string(),
+            memory_bytes: prepared.loan.memory_bytes,
+        };
+        dir.make()?;
+        // The intent goes first: a process without a record is found by its marker, and only looked for with an intent.
+        dir.write_record(&record)?;
+        let lock = Lock::acquire(&self.store.overlay(id)).map_err(errors::overlay)?;
+        self.ready()?;
+        let options = TapOptions { owner_uid: None, mtu: Some(self.mtu()), vnet_hdr: true };
+        let tap =
+            attach(&self.firewall, &prepared.net, &options).map_err(errors::net("attach the network"))?;
+        let cgroup = self.make_cgroup(id, &prepared.loan)?;
+        // The program's arguments need the TAP's number, which is known once the command has the TAP.
+        let mut command = command(&dir, lock)?;
+        let tap_fd = tap.hand_to(&mut command);
+        let marker = process::marker(id, run);
+        let overlay = self.store.overlay(id);
+        let plan = self.machine.plan(&Launch {
+            marker: &marker,
+            run_dir: dir.path(),
+            kernel: &prepared.boot.kernel,
+            initramfs: &prepared.boot.initramfs,
+            overlay: &overlay,
+            base: &prepared.base,
+            cpus: prepared.spec.resources.cpus,
+            memory_bytes: prepared.loan.memory_bytes,
+            net: &prepared.net,
+            tap_fd,
+        })?;
+        command.arg(&plan.program).args(&plan.args);
+        let spawned = command.spawn();
+        // The command holds the lock and the TAP as well: only the child shall.
+        drop(command);
+        let mut child = spawned.map_err(|source| {
+            DriverError::backend(format!("start {} (is it installed?)", plan.program.display()), source)
+        })?;
+        self.settle(&dir, &mut record, &child, cgroup.as_ref(), &prepared.loan)
+            .inspect_err(|_| end(&mut child))
+            .map(|handle| (record, handle))
+    }
+
+    /// Everything after the process was made.
+    fn settle(
+        &self,
+        dir: &RunDir,
+        record: &mut Record,
+        child: &Child,
+        cgroup: Option<&Cgroup>,
+        loan: &Loan,
+    ) -> Result<Handle, DriverError> {
+        let identity = Identity::of(child.id());
+        record.process = identity;
+        let handle = match identity {
+            Some(identity) => Handle::open(&record.sandbox, identity)
+                .map_err(|source| DriverError::backend("watch the VM process", source))?,
+            None => None,
+        };
+        let handle = handle.ok_or_else(|| DriverError::Failed {
+            step: "launch".to_owned(),
+            cause: format!("the VM process ended at once: {}", dir.log_tail()),
+            console: String::new(),
+        })?;
+        dir.write_record(record)?;
+        let pid = i32::try_from(child.id()).unwrap_or_default();
+        if let Some(cgroup) = cgroup {
+            cgroup.add(pid).map_err(errors::net("put the VM into its cgroup"))?;
+        }
+        if !loan.cpus.is_empty()
+            && let Err(error) = pin(pid, &loan.cpus)
+        {
+            tracing::warn!(sandbox = %record.sandbox, %error, "the VM runs on any CPU");
+        }
+        Ok(handle)
+    }
+
+    /// The firewall's table and forwarding, once per life of the gateway.
+    pub(crate) fn ready(&self) -> Result<(), DriverError> {
+        let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
+        if *ready {
+            return Ok(());
+        }
+        self.firewall.ensure().map_err(errors::net("set up the firewall"))?;
+        match enable_forwarding() {
+            Ok(Forwarding::AlreadyOn) => {}
+            Ok(Forwarding::TurnedOn) => {
+                tracing::info!("IPv4 forwarding was off and is on now: guests need it")
+            }
+            Err(error) => {
+                tracing::warn!(%error, "IPv4 forwarding can't be switched on: guests reach no network")
+            }
+        }
+        *ready = true;
+        Ok(())
+    }
+
+    fn make_cgroup(&self, id: &SandboxId, loan: &Loan) -> Result<Option<Cgroup>, DriverError> {
+        let Some(parent) = &self.cgroups else { return Ok(None) };
+        let limits = CgroupLimits {
+            cpus: (!loan.cpus.is_empty()).then(|| loan.cpus.clone()),
+            memory_max: Some(loan.memory_bytes.saturating_add(MEMORY_HEADROOM)),
+            pids_max: Some(THREADS + loan.cpus.len() as u64),
+        };
+        parent.create(id.as_str(), &limits).map(Some).map_err(errors::net("make the VM's cgroup"))
+    }
+
+    /// Gives back all that a run borrowed, when its process is gone. Works on what is left of it, and again.
+    pub(crate) fn release(&self, id: &SandboxId) -> Result<(), DriverError> {
+        let dir = self.run_dir(id);
+        let record = dir.record().unwrap_or_else(|error| {
+            tracing::warn!(sandbox = %id, %error, "releasing by the loan alone");
+            None
+        });
+        let net = match record.and_then(|record| record.net) {
+            Some(net) => Some(net),
+            None => self.loan(id)?.map(|loan| self.net_of(&loan)).transpose()?,
+        };
+        if let Some(net) = net {
+            detach(&self.firewall, &net).map_err(errors::net("release the network"))?;
+        }
+        if let Some(parent) = &self.cgroups
+            && let Some(cgroup) = parent.open(id.as_str()).map_err(errors::net("find the VM's cgroup"))?
+        {
+            cgroup.remove().map_err(errors::net("remove the VM's cgroup"))?;
+        }
+        let console = dir.console(KEPT_CONSOLE);
+        if !console.is_empty()
+            && self.store.exists(id)
+            && let Err(error) = self.store.keep_console(id, &console)
+        {
+            // A full disk must not keep a sandbox from stopping.
+            tracing::warn!(sandbox = %id, %error, "the last console is not kept");
+        }
+        dir.remove()
+    }
+
+    /// The process of the sandbox, whatever the record says or doesn't say.
+    pub(crate) fn find(&self, id: &SandboxId) -> Result<Option<(Record, Handle)>, DriverError> {
+        let dir = self.run_dir(id);
+        let record = dir.record().ok().flatten();
+        let same_boot = record.as_ref().is_some_and(|record| record.host_boot == host_boot());
+        let known = record.as_ref().and_then(|record| record.process).filter(|_| same_boot);
+        let found = match known {
+            // A complete record is believed, alive or not.
+            Some(identity) => Some((identity, None)),
+            // Looking through all processes is for the rare cases: a half-made start, or a folder that somebody removed
+            // under a VM, which still has the disk locked.
+            None if dir.exists()
+                || torpor_overlay::is_locked(&self.store.overlay(id)).unwrap_or_default() =>
+            {
+                process::find(id).map(|(identity, run)| (identity, Some(run)))
+            }
+            None => None,
+        };
+        let Some((identity, run)) = found else { return Ok(None) };
+        let handle = Handle::open(id, identity)
+            .map_err(|source| DriverError::backend("watch the VM process", source))?;
+        let record = record.filter(|record| same_boot && run.is_none_or(|run| run == record.run));
+        let record = record.map(|record| Record { process: Some(identity), ..record });
+        let record = record.unwrap_or_else(|| self.made_up(id, run.unwrap_or_default(), identity));
+        Ok(handle.map(|handle| (record, handle)))
+    }
+
+    /// What is known of a process whose record is lost.
+    fn made_up(&self, id: &SandboxId, run: Run, identity: Identity) -> Record {
+        let loan = self.loan(id).ok().flatten();
+        Record {
+            sandbox: id.clone(),
+            run,
+            machine: self.machine.name().to_owned(),
+            label: self.machine.label().to_owned(),
+            host_boot: host_boot(),
+            process: Some(identity),
+            net: loan.as_ref().and_then(|loan| self.net_of(loan).ok()),
+            cpus: loan.as_ref().map(|loan| loan.cpus.to_string()).unwrap_or_default(),
+            memory_bytes: loan.map_or(0, |loan| loan.memory_bytes),
+        }
+    }
+}
+
+/// The command without its program: a session of its own, so that neither the gateway's terminal nor its end reaches the VM; no
+/// environment; and nothing inherited but the lock, the TAP and the log.
+fn command(dir: &RunDir, lock: Lock) -> Result<Command, DriverError> {
+    let log = || {
+        let opened = dir.log();
+        opened.map_err(|source| {
+            DriverError::backend(format!("open the log in {}", dir.path().display()), source)
+        })
+    };
+    // setsid(1) makes the session and becomes the program: same process, no unsafe code between fork and exec.
+    let mut command = Command::new("setsid");
+    command
+        .env_clear()
+        .env("PATH", std::env::var_os("PATH").unwrap_or_default())
+        .current_dir("/")
+        // Standard input is never read: it holds the disk's lock for exactly as long as the process lives.
+        .stdin(Stdio::from(lock.into_fd()))
+        .stdout(Stdio::from(log()?))
+        .stderr(Stdio::from(log()?));
+    Ok(command)
+}
+
+fn end(child: &mut Child) {
+    // Both fail only when it is gone already.
+    let _ = child.kill();
+    let _ = child.wait();
+}

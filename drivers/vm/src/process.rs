@@ -1,0 +1,216 @@
+//! VM processes: who they are, whether they live, how they are ended. A process is known by pid *and* start time, and
+//! is signalled through a pidfd only, so that a number that the kernel gave to somebody else is never hit.
+
+use std::{fs, io, os::fd::OwnedFd, sync::Arc};
+
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
+use serde::{Deserialize, Serialize};
+use torpor_sandbox::{Run, SandboxId};
+
+use crate::sys;
+
+/// What names one process for ever (until the host is restarted).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Identity {
+    /// Process id.
+    pub(crate) pid: u32,
+    /// When it was started, in clock ticks since the host's boot: field 22 of /proc/PID/stat (proc(5)).
+    pub(crate) start_time: u64,
+}
+
+impl Identity {
+    /// The identity of a living process; none when there is none or it is only waiting to be reaped.
+    pub(crate) fn of(pid: u32) -> Option<Self> {
+        let (state, start_time) = parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
+        (!matches!(state, 'Z' | 'X' | 'x')).then_some(Self { pid, start_time })
+    }
+
+    /// Whether this very process lives.
+    pub(crate) fn is_alive(self) -> bool {
+        Self::of(self.pid) == Some(self)
+    }
+
+    /// Resident memory, bytes; 0 when it can't be told.
+    pub(crate) fn resident_bytes(self) -> u64 {
+        let pages = fs::read_to_string(format!("/proc/{}/statm", self.pid))
+            .ok()
+            .and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok());
+        pages.unwrap_or_default() * rustix::param::page_size() as u64
+    }
+}
+
+/// State and start time out of /proc/PID/stat. The name in parentheses may hold anything, parentheses too.
+fn parse_stat(text: &str) -> Option<(char, u64)> {
+    let rest = &text[text.rfind(')')? + 1..];
+    let mut fields = rest.split_whitespace();
+    let state = fields.next()?.chars().next()?;
+    // Field 22, where the state is field 3.
+    Some((state, fields.nth(18)?.parse().ok()?))
+}
+
+/// The argument that marks the VM process of a run in /proc.
+pub(crate) fn marker(id: &SandboxId, run: Run) -> String {
+    format!("torpor-{id}-run-{run}")
+}
+
+fn run_of_marker(id: &SandboxId, argument: &str) -> Option<Run> {
+    argument.strip_prefix("torpor-")?.strip_prefix(id.as_str())?.strip_prefix("-run-")?.parse().ok().map(Run)
+}
+
+/// The run that a process's arguments name, when it is a VM process of this sandbox: the marker follows `-name`.
+fn run_in_arguments(id: &SandboxId, arguments: &[u8]) -> Option<Run> {
+    let mut words =
+        arguments.split(|byte| *byte == 0).map(|word| std::str::from_utf8(word).unwrap_or_default());
+    while let Some(word) = words.next() {
+        if word == "-name" {
+            return run_of_marker(id, words.next()?);
+        }
+    }
+    None
+}
+
+/// The run of the sandbox's VM that `pid` is, if it is one.
+pub(crate) fn run_of(id: &SandboxId, pid: u32) -> Option<Run> {
+    run_in_arguments(id, &fs::read(format!("/proc/{pid}/cmdline")).ok()?)
+}
+
+/// Looks through all processes for a VM of this sandbox. Needed only where the record of its start is missing or
+/// half-made: it reads all of /proc.
+pub(crate) fn find(id: &SandboxId) -> Option<(Identity, Run)> {
+    fs::read_dir("/proc").ok()?.flatten().find_map(|entry| {
+        let pid = entry.file_name().to_str()?.parse().ok()?;
+        let identity = Identity::of(pid)?;
+        Some((identity, run_of(id, pid)?))
+    })
+}
+
+/// A process that was seen to be the one that is meant, held by a descriptor.
+#[derive(Clone, Debug)]
+pub(crate) struct Handle {
+    identity: Identity,
+    pidfd: Arc<OwnedFd>,
+}
+
+impl Handle {
+    /// Takes hold of a process, if it lives and is the VM of this sandbox.
+    ///
+    /// # Errors
+    /// The kernel has no pidfds (older than 5.3) or no descriptor left.
+    pub(crate) fn open(id: &SandboxId, identity: Identity) -> io::Result<Option<Self>> {
+        let Some(pid) = i32::try_from(identity.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
+        let pidfd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
+            Ok(pidfd) => Arc::new(pidfd),
+            Err(rustix::io::Errno::SRCH) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        };
+        // Checked after the descriptor was taken: from here on it can't be another's.
+        let same = identity.is_alive() && run_of(id, identity.pid).is_some();
+        Ok(same.then_some(Self { identity, pidfd }))
+    }
+
+    /// Who it is.
+    pub(crate) fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// SIGKILL. No error when it has ended already.
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        match pidfd_send_signal(&*self.pidfd, Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Waits until it has ended, and reaps it if it is a child of this process. What its status says, if it was.
+    ///
+    /// # Errors
+    /// The runtime can't watch the descriptor.
+    pub(crate) async fn ended(&self) -> io::Result<Option<String>> {
+        let watched = sys::watch_readable(Arc::clone(&self.pidfd))?;
+        let _ready = watched.readable().await?;
+        Ok(self.reap())
+    }
+
+    fn reap(&self) -> Option<String> {
+        use std::os::fd::AsFd as _;
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        // An adopted process is init's child: ECHILD, and nothing to do.
+        let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options).ok()??;
+        match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => Some(format!("exit code {code}")),
+            (_, Some(signal)) => Some(format!("killed by signal {signal}")),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id() -> SandboxId {
+        SandboxId::generate()
+    }
+
+    #[test]
+    fn a_name_with_parentheses_and_blanks_does_not_confuse_the_start_time() {
+        let fields = (4..=52).map(|n| n.to_string()).collect::<Vec<_>>().join(" ");
+        assert_eq!(parse_stat(&format!("77 (a) R (b) S {fields}")), Some(('S', 22)));
+        assert_eq!(parse_stat("77 (x"), None);
+        assert_eq!(parse_stat("77 (x) S 1 2"), None);
+    }
+
+    #[test]
+    fn only_the_argument_after_name_marks_a_vm_and_only_of_its_sandbox() {
+        let (id, other) = (id(), id());
+        let line = |words: &[&str]| words.join("\0").into_bytes();
+        let mine = marker(&id, Run(7));
+        assert_eq!(run_in_arguments(&id, &line(&["qemu", "-name", &mine, "-M", "x"])), Some(Run(7)));
+        assert_eq!(run_in_arguments(&other, &line(&["qemu", "-name", &mine])), None);
+        assert_eq!(run_in_arguments(&id, &line(&["grep", &mine])), None);
+        assert_eq!(run_in_arguments(&id, &line(&["qemu", "-name"])), None);
+    }
+
+    #[test]
+    fn a_process_with_a_reused_pid_or_without_the_marker_is_never_taken_hold_of() {
+        let own = Identity::of(std::process::id()).unwrap();
+        assert!(own.is_alive());
+        // Ours by pid and start time, but no VM.
+        assert!(Handle::open(&id(), own).unwrap().is_none());
+        let mut child = std::process::Command::new("sh")
+            .args(["-c", "sleep 60; :", "-name", &marker(&id(), Run(1))])
+            .spawn()
+            .unwrap();
+        let alive = Identity::of(child.id()).unwrap();
+        let former = Identity { start_time: alive.start_time + 1, ..alive };
+        assert!(!former.is_alive());
+        assert!(Handle::open(&id(), former).unwrap().is_none());
+        assert!(child.try_wait().unwrap().is_none(), "the stranger must live");
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_marked_process_is_found_killed_seen_to_end_and_reaped() {
+        let id = id();
+        let script = "sleep 60; :";
+        let child =
+            std::process::Command::new("sh").args(["-c", script, "-name", &marker(&id, Run(3))]).spawn();
+        let pid = child.unwrap().id();
+        // The new process shows its arguments once it has executed the program.
+        let found = loop {
+            if let Some(found) = find(&id) {
+                break found;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        };
+        assert_eq!((found.0.pid, found.1), (pid, Run(3)));
+        let handle = Handle::open(&id, found.0).unwrap().unwrap();
+        handle.kill().unwrap();
+        assert_eq!(handle.ended().await.unwrap().as_deref(), Some("killed by signal 9"));
+        assert!(!found.0.is_alive());
+        assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "it was reaped");
+    }
+}

@@ -1,0 +1,82 @@
+//! What earlier lives of the gateway left.
+
+use std::{io, sync::Arc};
+
+use torpor_netpool::{linux, sweep};
+use torpor_sandbox::{ComputeDriver as _, DriverError, SandboxId};
+
+use crate::{driver::VmDriver, errors, host::Host, rundir::host_boot};
+
+/// The sandboxes that have a folder of a run.
+pub(crate) fn runs(host: &Host) -> io::Result<Vec<SandboxId>> {
+    let names = std::fs::read_dir(host.run_root())?.map(|entry| Ok(entry?.file_name()));
+    let names: Vec<_> = names.collect::<io::Result<_>>()?;
+    Ok(names.iter().filter_map(|name| name.to_str()?.parse().ok()).collect())
+}
+
+impl VmDriver {
+    /// Once, when the gateway starts and before it serves: takes up the VMs that run, ends those that belong to no
+    /// sandbox in `known`, and gives back what is left of runs whose VM is gone with an earlier boot of the host and of TAPs,
+    /// firewall elements and cgroups without a loan. Returns lines for the log.
+    ///
+    /// # Errors
+    /// What can't be listed; what can't be repaired is a line.
+    pub async fn sweep(self: &Arc<Self>, known: &[SandboxId]) -> Result<Vec<String>, DriverError> {
+        let mut lines = Vec::new();
+        let host = Arc::clone(&self.host);
+        let ids = runs(&host).map_err(|source| DriverError::backend("list the runs", source))?;
+        for id in ids {
+            match self.sweep_run(&id, known.contains(&id)).await {
+                Ok(line) => lines.extend(line),
+                Err(error) => lines.push(format!("{id}: {error}")),
+            }
+        }
+        let repairs = tokio::task::spawn_blocking(move || repair(&host)).await;
+        lines.extend(repairs.map_err(|error| DriverError::backend("sweep", error))??);
+        Ok(lines)
+    }
+
+    async fn sweep_run(&self, id: &SandboxId, known: bool) -> Result<Option<String>, DriverError> {
+        if !known {
+            // Storage is left alone: only a delete that somebody asked for removes it.
+            let stopped = self.stop(id, torpor_sandbox::Keep::Disk, std::time::Duration::ZERO).await?;
+            let detail = stopped.detail.unwrap_or_default();
+            return Ok(Some(format!("{id}: ended, as no record knows it ({detail})")));
+        }
+        if let Some(vm) = self.live(id).await? {
+            let pid = vm.handle.identity().pid;
+            return Ok(Some(format!("{id}: run {} goes on in process {pid}", vm.record.run)));
+        }
+        let record = self.host.run_dir(id).record().ok().flatten();
+        if record.is_none_or(|record| record.host_boot == host_boot()) {
+            return Ok(None);
+        }
+        let (turn, wanted) = (self.turn(id).await, id.clone());
+        self.step(id, &turn, move |host| host.release(&wanted)).await?;
+        Ok(Some(format!("{id}: its run ended with the host's")))
+    }
+}
+
+/// Objects of the kernel against the loans.
+fn repair(host: &Host) -> Result<Vec<String>, DriverError> {
+    host.ready()?;
+    let failed = |context| errors::net(context);
+    let cgroups = host.cgroups.as_ref();
+    // Objects first: a start writes its loan before it makes any.
+    let live =
+        linux::live(host.pool(), &host.firewall, cgroups).map_err(failed("list the network's objects"))?;
+    let loans = host.ledger.all().map_err(errors::ledger)?;
+    let found = sweep(host.pool(), &loans, &live.taps, &live.elements, &live.cgroups);
+    let done = linux::apply(host.pool(), &host.firewall, cgroups, host.ledger.as_ref(), found.repairs);
+    let outside = found.outside_range.iter().map(|loan| {
+        format!(
+            "{}: slot {} is outside of the configured range; suspend it with the old one",
+            loan.sandbox_id, loan.slot.0
+        )
+    });
+    let repairs = done.iter().map(|(repair, result)| match result {
+        Ok(()) => repair.to_string(),
+        Err(error) => format!("{repair}: failed: {error}"),
+    });
+    Ok(repairs.chain(outside).collect())
+}

@@ -1,0 +1,338 @@
+//! A VM that this driver watches: started by it, or found running after a restart of the gateway.
+
+use std::{
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::{
+    sync::{broadcast, mpsc, oneshot, watch},
+    task::AbortHandle,
+    time::{Instant, sleep, timeout},
+};
+use tonic::transport::Channel;
+use torpor_proto::agent::v1::{
+    EventsRequest, StatusRequest, StatusResponse, agent_client::AgentClient, event,
+};
+use torpor_sandbox::{Exit, SandboxId};
+
+use crate::{
+    agent,
+    machine::{GuestEnd, Machine, Monitor},
+    process::Handle,
+    rundir::{Record, RunDir},
+};
+
+/// How often what the guest wrote is taken over while it lives.
+const DRAIN: Duration = Duration::from_secs(5);
+/// Pause before a lost monitor or event stream is asked for again.
+const AGAIN: Duration = Duration::from_millis(250);
+/// The longest pause.
+const LONG_AGAIN: Duration = Duration::from_secs(10);
+/// What of the console is searched for a panic, bytes.
+const SEARCHED: usize = 64 << 10;
+const PANIC: &str = "Kernel panic - not syncing";
+
+/// What was seen of its end.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Seen {
+    /// The guest has ended by itself; its process may be there still.
+    pub(crate) exit: Option<Exit>,
+    /// The process is gone and reaped.
+    pub(crate) gone: bool,
+}
+
+#[derive(Debug)]
+enum Ask {
+    /// Take over what the guest wrote, then answer.
+    Drain(oneshot::Sender<()>),
+    Quit,
+}
+
+/// A watched VM. All of it is shared and cheap to hold; the watcher ends with the process.
+#[derive(Debug)]
+pub(crate) struct Vm {
+    pub(crate) record: Record,
+    pub(crate) dir: RunDir,
+    pub(crate) handle: Handle,
+    pub(crate) channel: Channel,
+    seen: watch::Receiver<Seen>,
+    ask: mpsc::Sender<Ask>,
+    boot_id: Mutex<Option<String>>,
+    tasks: Mutex<Vec<AbortHandle>>,
+}
+
+impl Vm {
+    /// Begins to watch. Every end is a hint.
+    pub(crate) fn watch(
+        record: Record,
+        dir: RunDir,
+        handle: Handle,
+        machine: Arc<dyn Machine>,
+        hints: broadcast::Sender<SandboxId>,
+    ) -> Arc<Self> {
+        let channel = agent::channel(&machine.agent(dir.path()));
+        let exit = dir.exit(record.run);
+        let (seen_by, seen) = watch::channel(Seen { exit, gone: false });
+        let (ask, asked) = mpsc::channel(8);
+        let boot_id = Mutex::new(None);
+        let tasks = Mutex::default();
+        let vm = Arc::new(Self { record, dir, handle, channel, seen, ask, boot_id, tasks });
+        let watcher = Watcher {
+            vm: Arc::clone(&vm),
+            machine,
+            hints: hints.clone(),
+            seen: seen_by,
+            asked,
+            monitor: None,
+        };
+        let watching = [tokio::spawn(watcher.run()), tokio::spawn(listen(Arc::clone(&vm), hints))];
+        lock(&vm.tasks).extend(watching.iter().map(tokio::task::JoinHandle::abort_handle));
+        vm
+    }
+
+    /// Looks away: its monitor and its agent are free for another driver. The VM goes on.
+    pub(crate) fn abandon(&self) {
+        lock(&self.tasks).drain(..).for_each(|task| task.abort());
+    }
+
+    /// What was seen of its end, up to now.
+    pub(crate) fn seen(&self) -> Seen {
+        self.seen.borrow().clone()
+    }
+
+    /// Waits until the guest has ended or the process is gone.
+    pub(crate) async fn over(&self) -> Seen {
+        let mut seen = self.seen.clone();
+        let found = seen.wait_for(|seen| seen.gone || seen.exit.is_some()).await.map(|seen| seen.clone());
+        found.unwrap_or_else(|_| self.seen())
+    }
+
+    /// Waits until the process is gone.
+    pub(crate) async fn gone(&self) {
+        let mut seen = self.seen.clone();
+        let _closed = seen.wait_for(|seen| seen.gone).await.is_err();
+    }
+
+    /// Asks the machine to end its process in order.
+    pub(crate) async fn quit(&self) {
+        let _gone = self.ask.send(Ask::Quit).await.is_err();
+    }
+
+    /// Takes over what the guest wrote, if that can be done soon.
+    pub(crate) async fn drain(&self, limit: Duration) {
+        let (answer, answered) = oneshot::channel();
+        if self.ask.try_send(Ask::Drain(answer)).is_ok() {
+            let _ = timeout(limit, answered).await;
+        }
+    }
+
+    /// Asks the agent how it is; none when it doesn't answer in time.
+    pub(crate) async fn status(&self, limit: Duration) -> Option<StatusResponse> {
+        let mut client = AgentClient::new(self.channel.clone());
+        let status = timeout(limit, client.status(StatusRequest {})).await.ok()?.ok()?.into_inner();
+        self.set_boot_id(&status.boot_id);
+        Some(status)
+    }
+
+    /// The guest's boot, once the agent has told it.
+    pub(crate) fn boot_id(&self) -> Option<String> {
+        lock(&self.boot_id).clone()
+    }
+
+    pub(crate) fn set_boot_id(&self, boot_id: &str) {
+        if !boot_id.is_empty() {
+            *lock(&self.boot_id) = Some(boot_id.to_owned());
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reads the agent's events: the end of the main command and the loss of the connection are hints.
+async fn listen(vm: Arc<Vm>, hints: broadcast::Sender<SandboxId>) {
+    let mut pause = AGAIN;
+    loop {
+        let heard = tokio::select! {
+            _ = vm.over() => return,
+            heard = events(&vm, &hints) => heard,
+        };
+        if heard {
+            pause = AGAIN;
+            let _nobody = hints.send(vm.record.sandbox.clone()).is_err();
+        }
+        tokio::select! {
+            _ = vm.over() => return,
+            () = sleep(pause) => pause = (pause * 2).min(LONG_AGAIN),
+        }
+    }
+}
+
+/// One stream of events, to its end. True when there was one.
+async fn events(vm: &Vm, hints: &broadcast::Sender<SandboxId>) -> bool {
+    let mut client = AgentClient::new(vm.channel.clone());
+    let Ok(answer) = client.events(EventsRequest {}).await else { return false };
+    let mut events = answer.into_inner();
+    while let Ok(Some(event)) = events.message().await {
+        if let Some(event::Kind::MainExit(_)) = event.kind {
+            let _nobody = hints.send(vm.record.sandbox.clone()).is_err();
+        }
+    }
+    true
+}
+
+struct Watcher {
+    vm: Arc<Vm>,
+    machine: Arc<dyn Machine>,
+    hints: broadcast::Sender<SandboxId>,
+    seen: watch::Sender<Seen>,
+    asked: mpsc::Receiver<Ask>,
+    monitor: Option<Box<dyn Monitor>>,
+}
+
+/// What woke the watcher.
+enum Woken {
+    ProcessEnded(io::Result<Option<String>>),
+    GuestEnded(io::Result<GuestEnd>),
+    Asked(Option<Ask>),
+    Time,
+}
+
+impl Watcher {
+    async fn run(mut self) {
+        let process = self.vm.handle.clone();
+        let ended = process.ended();
+        tokio::pin!(ended);
+        let mut drain_at = Instant::now() + DRAIN;
+        let mut asking = true;
+        loop {
+            self.connect().await;
+            let pause = if self.monitor.is_none() { Instant::now() + AGAIN } else { drain_at };
+            let watching = self.seen.borrow().exit.is_none();
+            let woken = tokio::select! {
+                status = &mut ended => Woken::ProcessEnded(status),
+                end = guest_end(&mut self.monitor), if watching => Woken::GuestEnded(end),
+                ask = self.asked.recv(), if asking => Woken::Asked(ask),
+                () = tokio::time::sleep_until(pause) => Woken::Time,
+            };
+            match woken {
+                Woken::ProcessEnded(status) => return self.process_ended(status).await,
+                Woken::GuestEnded(Ok(end)) => self.guest_ended(end).await,
+                Woken::GuestEnded(Err(_)) => self.monitor = None,
+                Woken::Asked(Some(ask)) => self.answer(ask).await,
+                Woken::Asked(None) => asking = false,
+                Woken::Time if Instant::now() >= drain_at => {
+                    self.drain().await;
+                    drain_at = Instant::now() + DRAIN;
+                }
+                Woken::Time => {}
+            }
+        }
+    }
+
+    async fn connect(&mut self) {
+        if self.monitor.is_none() {
+            self.monitor = self.machine.monitor(self.vm.dir.path()).await.ok();
+        }
+    }
+
+    async fn drain(&mut self) {
+        let Some(monitor) = &mut self.monitor else { return };
+        match monitor.console().await {
+            Ok(text) => {
+                if let Err(error) = self.vm.dir.add_console(&text) {
+                    tracing::warn!(sandbox = %self.vm.record.sandbox, %error, "the console can't be kept");
+                }
+            }
+            Err(_) => self.monitor = None,
+        }
+    }
+
+    async fn answer(&mut self, ask: Ask) {
+        match ask {
+            Ask::Drain(answer) => {
+                self.drain().await;
+                let _nobody = answer.send(()).is_err();
+            }
+            Ask::Quit => {
+                self.drain().await;
+                if let Some(monitor) = &mut self.monitor
+                    && monitor.quit().await.is_err()
+                {
+                    self.monitor = None;
+                }
+            }
+        }
+    }
+
+    async fn guest_ended(&mut self, end: GuestEnd) {
+        self.drain().await;
+        let panic = panic_line(&self.vm.dir.console(SEARCHED));
+        let exit = match (end, panic) {
+            (GuestEnd::PowerOff, _) | (GuestEnd::Reset, None) => Exit::PowerOff,
+            (_, Some(line)) => Exit::Panic(line),
+            (GuestEnd::Panic, None) => Exit::Panic("the guest's kernel panicked".to_owned()),
+            (GuestEnd::Crash, None) => Exit::Lost("the machine gave up on the guest".to_owned()),
+        };
+        self.record(exit);
+    }
+
+    async fn process_ended(mut self, status: io::Result<Option<String>>) {
+        if self.seen.borrow().exit.is_none() {
+            let how = status.ok().flatten().unwrap_or_else(|| "nobody saw how".to_owned());
+            let said = self.vm.dir.log_tail();
+            let said = if said.is_empty() { String::new() } else { format!("; it said: {said}") };
+            let process = self.vm.handle.identity().pid;
+            self.record(Exit::Lost(format!("the VM process {process} ended: {how}{said}")));
+        }
+        self.seen.send_modify(|seen| seen.gone = true);
+        self.hint();
+        // Whoever asks from now on is told by the closed queue.
+        self.asked.close();
+    }
+
+    /// Says how it ended, to a later gateway too.
+    fn record(&mut self, exit: Exit) {
+        // During a stop the folder may be gone already; then nobody needs to know any more.
+        if self.vm.dir.exists()
+            && let Err(error) = self.vm.dir.write_exit(self.vm.record.run, &exit)
+        {
+            tracing::warn!(sandbox = %self.vm.record.sandbox, %error, "the end of the run can't be noted");
+        }
+        self.seen.send_modify(|seen| seen.exit = Some(exit));
+        self.hint();
+    }
+
+    fn hint(&self) {
+        let _nobody = self.hints.send(self.vm.record.sandbox.clone()).is_err();
+    }
+}
+
+async fn guest_end(monitor: &mut Option<Box<dyn Monitor>>) -> io::Result<GuestEnd> {
+    match monitor {
+        Some(monitor) => monitor.guest_end().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The line in which a kernel says why it panicked.
+pub(crate) fn panic_line(console: &[u8]) -> Option<String> {
+    let text = String::from_utf8_lossy(console);
+    let line = text.lines().rev().find(|line| line.contains(PANIC))?;
+    Some(line[line.find(PANIC)?..].chars().filter(|c| !c.is_control()).take(300).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reason_of_a_panic_is_found_without_time_stamp_and_control_characters() {
+        let console = b"[ 1.0] x\r\n[    2.5] Kernel panic - not syncing: VFS: Unable to mount\x1b root fs\r\n[ 2.6] more";
+        assert_eq!(panic_line(console).unwrap(), "Kernel panic - not syncing: VFS: Unable to mount root fs");
+        assert_eq!(panic_line(b"all is well"), None);
+    }
+}

@@ -1,0 +1,50 @@
+//! The workspace of a sandbox: one qcow2 overlay over one immutable raw base image.
+//!
+//! An overlay made by [`create`] has a fixed layout: version 3, clusters of 64 KiB, refcounts of 16 bits, and
+//! every metadata table (refcount table, refcount blocks for the largest size, L1, all L2 tables) in place from
+//! the start. While a sandbox runs, only L2 entries, refcounts and data clusters change, which is what makes the
+//! order of writes simple enough to be proven: a crash at any moment leaves at most leaked clusters.
+//!
+//! The base is named by its digest, kept in a header extension of our own ([`BaseIdentity`]); what the qcow2
+//! header says about a backing file is written for other tools and never trusted here.
+
+mod alloc;
+mod base;
+mod bitmap;
+mod block;
+mod check;
+mod compact;
+mod create;
+mod engine;
+mod error;
+mod export;
+pub mod fault;
+mod files;
+mod flush;
+mod fork;
+mod header;
+mod image;
+mod inspect;
+mod layout;
+mod lock;
+mod maintain;
+mod open;
+mod overlay;
+mod runs;
+mod tables;
+mod vectors;
+
+pub use base::{BaseIdentity, sha256_file, verify_base};
+pub use block::{Block, Host, Raw};
+pub use check::Report;
+pub use compact::{Compacted, compact};
+pub use create::create;
+pub use error::Error;
+pub use export::{Format, export, flatten};
+pub use fork::fork;
+pub use image::Image;
+pub use inspect::{Info, inspect};
+pub use lock::{Lock, holder_of, is_locked};
+pub use maintain::{Repaired, check, grow, grow_on, repair};
+pub use open::{mark_closed, open, open_locked, open_read_only, raise_generation};
+pub use overlay::Overlay;
