@@ -188,7 +188,10 @@ impl Config {
             return Some(self.agent.clone());
         }
         let exe = std::env::current_exe().ok();
-        let beside = exe.as_deref().and_then(Path::parent).map(|dir| [dir.join("guest/torpor-agent"), dir.join("torpor-agent")]);
+        let beside = exe
+            .as_deref()
+            .and_then(Path::parent)
+            .map(|dir| [dir.join("guest/torpor-agent"), dir.join("torpor-agent")]);
         let places = beside.into_iter().flatten().chain([PathBuf::from("/usr/lib/torpor/torpor-agent")]);
         places.into_iter().find(|p| is_static(p))
     }
@@ -205,8 +208,11 @@ fn is_static(path: &Path) -> bool {
         let raw = head.get(at..at + bytes)?;
         Some(raw.iter().rev().fold(0_u64, |n, &b| n << 8 | u64::from(b)) as usize)
     };
-    let (Some(table), Some(size), Some(count)) = (number(32, 8), number(54, 2), number(56, 2)) else { return false };
-    let interpreter = (0..count).any(|n| number(table.saturating_add(n * size), 4) == Some(PT_INTERP as usize));
+    let (Some(table), Some(size), Some(count)) = (number(32, 8), number(54, 2), number(56, 2)) else {
+        return false;
+    };
+    let interpreter =
+        (0..count).any(|n| number(table.saturating_add(n * size), 4) == Some(PT_INTERP as usize));
     head.starts_with(b"\x7fELF\x02\x01") && count > 0 && !interpreter
 }
 
@@ -231,7 +237,11 @@ mod tests {
     #[test]
     fn every_key_is_documented() {
         let page = include_str!("../../docs/guide/configuration.md");
-        let all = toml::Value::try_from(Config { network: PoolConfig { uplink: Some("x".into()), mtu: Some(1), ..PoolConfig::default() }, ..Config::default() }).unwrap();
+        let all = toml::Value::try_from(Config {
+            network: PoolConfig { uplink: Some("x".into()), mtu: Some(1), ..PoolConfig::default() },
+            ..Config::default()
+        })
+        .unwrap();
         let mut tables = vec![&all];
         while let Some(table) = tables.pop() {
             for (key, value) in table.as_table().unwrap() {

@@ -52,7 +52,8 @@ impl ApiError {
 
     /// Bad input.
     pub fn invalid(field: &str, problem: impl std::fmt::Display) -> Self {
-        Self::new(Code::InvalidArgument, "INVALID_ARGUMENT", format!("{field}: {problem}")).with("field", field)
+        Self::new(Code::InvalidArgument, "INVALID_ARGUMENT", format!("{field}: {problem}"))
+            .with("field", field)
     }
 
     /// Something of ours failed.
@@ -63,21 +64,30 @@ impl ApiError {
     /// A sandbox that came to rest in Error instead of where it was sent.
     pub fn of_failure(record: &Record, failure: &Failure) -> Self {
         let code = match failure.reason.as_str() {
-            "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED" | "BACKEND_MISSING"
-            | "UNSUPPORTED" => Code::FailedPrecondition,
+            "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED"
+            | "BACKEND_MISSING" | "UNSUPPORTED" => Code::FailedPrecondition,
             "INVALID" => Code::InvalidArgument,
             "EXHAUSTED" => Code::ResourceExhausted,
             _ => Code::Internal,
         };
         let error = Self::new(code, &failure.reason, format!("{} failed: {}", failure.step, failure.message));
-        let error = error.about(record).with("step", &failure.step).with("next", next_command(&failure.reason, &record.name));
-        if failure.console.is_empty() { error } else { error.with("console", last_bytes(&failure.console, 2048)) }
+        let error = error
+            .about(record)
+            .with("step", &failure.step)
+            .with("next", next_command(&failure.reason, &record.name));
+        if failure.console.is_empty() {
+            error
+        } else {
+            error.with("console", last_bytes(&failure.console, 2048))
+        }
     }
 
     /// Adds the sandbox and its phase.
     #[must_use]
     pub fn about(self, record: &Record) -> Self {
-        self.with("sandbox", &record.name).with("id", record.id.as_str()).with("phase", record.state.phase.as_str())
+        self.with("sandbox", &record.name)
+            .with("id", record.id.as_str())
+            .with("phase", record.state.phase.as_str())
     }
 
     /// Exec and the like outside Ready.
@@ -101,7 +111,9 @@ impl ApiError {
 /// The command to type after a failure.
 pub fn next_command(reason: &str, name: &str) -> String {
     match reason {
-        "BASE_MISSING" => format!("bring the image back (torpor image import or build), then: torpor resume {name}"),
+        "BASE_MISSING" => {
+            format!("bring the image back (torpor image import or build), then: torpor resume {name}")
+        }
         "BASE_CHANGED" => format!("put the image's own bytes back, then: torpor resume {name}"),
         "DATA_MISSING" => format!("put the workspace disk back where it was, then: torpor resume {name}"),
         "MEMORY_MISSING" => format!("torpor start {name}"),
@@ -162,7 +174,9 @@ impl From<InvalidSpec> for ApiError {
 impl From<DriverError> for ApiError {
     fn from(error: DriverError) -> Self {
         let code = match &error {
-            DriverError::Missing | DriverError::BaseMissing(_) | DriverError::BaseChanged(_) => Code::FailedPrecondition,
+            DriverError::Missing | DriverError::BaseMissing(_) | DriverError::BaseChanged(_) => {
+                Code::FailedPrecondition
+            }
             DriverError::DataMissing(_) | DriverError::Locked { .. } => Code::FailedPrecondition,
             DriverError::Unsupported(_) => Code::FailedPrecondition,
             DriverError::Invalid(_) => Code::InvalidArgument,

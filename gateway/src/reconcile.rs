@@ -19,8 +19,7 @@ use tokio::sync::{Notify, Semaphore, broadcast};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_netpool::policy::Want;
 use torpor_sandbox::{
-    ComputeDriver, DriverError, Event, Failure, Keep, Phase, SandboxId, State, Step,
-    lifecycle::step,
+    ComputeDriver, DriverError, Event, Failure, Keep, Phase, SandboxId, State, Step, lifecycle::step,
 };
 
 use crate::{
@@ -153,7 +152,8 @@ impl Reconciler {
                     if change.gone || state.phase != Phase::Ready {
                         self.sessions.revoke(&change.record.id);
                     }
-                    let asleep = matches!(state.phase, Phase::Suspended | Phase::Stopped) && state.then.is_none();
+                    let asleep =
+                        matches!(state.phase, Phase::Suspended | Phase::Stopped) && state.then.is_none();
                     if !change.gone && !asleep {
                         self.look(&change.record.id);
                     }
@@ -248,8 +248,10 @@ impl Reconciler {
             }
         };
         let Some(driver) = self.drivers.get(&record.spec.driver) else {
-            tracing::warn!(%id, driver = record.spec.driver, "its driver is not configured in this gateway");
-            return Turn::Rest;
+            let message = format!("driver '{}' is not among this gateway's `drivers`", record.spec.driver);
+            tracing::warn!(%id, message);
+            self.progress.trouble(id, Trouble::new("DRIVER_MISSING", message));
+            return Turn::Later(LONGEST_DELAY);
         };
         if let Some(delay) = restart_delay(&record) {
             return Turn::Later(delay);
@@ -305,7 +307,11 @@ impl Reconciler {
             Event::Ended(_) | Event::Failed(_) => tail(driver, &record.id).await,
             _ => String::new(),
         };
-        match self.store.happened(&record.id, record.version, event.clone(), why(&event), release, console).await {
+        match self
+            .store
+            .happened(&record.id, record.version, event.clone(), why(&event), release, console)
+            .await
+        {
             Ok(Applied { gone: true, .. }) => {
                 tracing::info!(id = %record.id, name = record.name, "deleted");
                 self.feed_the_hungry();
@@ -365,7 +371,9 @@ impl Reconciler {
         };
         match result {
             Ok(Done::Look) => Turn::Again,
-            Ok(Done::Event { event, release }) => self.write_latest(record, driver, &verb, event, release, backoff).await,
+            Ok(Done::Event { event, release }) => {
+                self.write_latest(record, driver, &verb, event, release, backoff).await
+            }
             Err(error) => self.failed(record, driver, &verb, error, backoff).await,
         }
     }
@@ -407,7 +415,12 @@ impl Reconciler {
         }
     }
 
-    async fn perform(&self, record: &Record, driver: &dyn ComputeDriver, verb: &Step) -> Result<Done, DriverError> {
+    async fn perform(
+        &self,
+        record: &Record,
+        driver: &dyn ComputeDriver,
+        verb: &Step,
+    ) -> Result<Done, DriverError> {
         let (id, spec, state) = (&record.id, &record.spec, &record.state);
         let pool = if matches!(verb, Step::Start(_)) { &self.boots } else { &self.others };
         let _permit = pool.acquire().await.map_err(|e| DriverError::backend("waiting for a turn", e))?;
@@ -461,9 +474,7 @@ impl Reconciler {
             // What is to be stopped or removed is stopped or removed, however long it takes; what can't work by
             // its nature is given up.
             Step::Delete => true,
-            Step::Stop(_) => {
-                !matches!(error, DriverError::Unsupported(_)) || record.state.phase.is_settled()
-            }
+            Step::Stop(_) => !matches!(error, DriverError::Unsupported(_)) || record.state.phase.is_settled(),
             _ => exhausted || (error.is_transient() && backoff.failures + 1 < START_ATTEMPTS),
         };
         self.progress.trouble(id, Trouble::new(reason, message.clone()));
@@ -498,7 +509,9 @@ fn wants(now: &State, then: &State, verb: &Step) -> bool {
         // A stop that became a suspend, or the other way round, is the same work while it keeps the same.
         Step::Stop(keep) => {
             let stopping = matches!(now.phase, Phase::Suspending | Phase::Stopping);
-            (now.phase == then.phase || stopping) && now.run == then.run && (!stopping || now.keep == *keep || *keep == Keep::Disk)
+            (now.phase == then.phase || stopping)
+                && now.run == then.run
+                && (!stopping || now.keep == *keep || *keep == Keep::Disk)
         }
         Step::Delete => now.phase == Phase::Deleting,
         Step::Rest | Step::Wait | Step::Happened(_) => false,

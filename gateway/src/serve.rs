@@ -56,7 +56,9 @@ pub enum ServeError {
     #[error("vm driver: {0}")]
     Vm(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The guest agent's program.
-    #[error("the guest agent 'torpor-agent' was not found beside the executable or in /usr/lib/torpor; build it with `cargo xtask agent` or set `agent` in the configuration")]
+    #[error(
+        "the guest agent 'torpor-agent' was not found beside the executable or in /usr/lib/torpor; build it with `cargo xtask agent` or set `agent` in the configuration"
+    )]
     NoAgent,
     /// The socket.
     #[error("listen on '{}': {source}", path.display())]
@@ -126,7 +128,10 @@ impl Gateway {
     ///
     /// # Errors
     /// As [`serve`].
-    pub async fn start_with(config: Config, own: Option<Vec<Arc<dyn ComputeDriver>>>) -> Result<Self, ServeError> {
+    pub async fn start_with(
+        config: Config,
+        own: Option<Vec<Arc<dyn ComputeDriver>>>,
+    ) -> Result<Self, ServeError> {
         let host = host_limits().map_err(ServeError::Host)?;
         let socket = config.socket().unwrap_or_default();
         let store = Arc::new(Store::open(&config.state_dir, pool_limits(&config, host))?);
@@ -214,7 +219,8 @@ async fn run_server(
         run_dir: config.run_dir,
         started: SystemTime::now(),
     };
-    let sandboxes = SandboxesServer::new(SandboxesApi(service.clone())).max_decoding_message_size(LARGEST_MESSAGE);
+    let sandboxes =
+        SandboxesServer::new(SandboxesApi(service.clone())).max_decoding_message_size(LARGEST_MESSAGE);
     let served = Server::builder()
         .add_service(health)
         .add_optional_service(reflection)

@@ -5,7 +5,8 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use tokio::sync::broadcast::error::RecvError;
 use torpor_images::Catalog;
 use torpor_sandbox::{
-    ComputeDriver, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId, SandboxName, SandboxSpec,
+    ComputeDriver, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId, SandboxName,
+    SandboxSpec,
     lifecycle::may_reach,
     spec::{HostLimits, validate_labels},
 };
@@ -144,13 +145,15 @@ impl Service {
         let _pinned = self.image_gate.read().await;
         let spec = self.resolve(wish).await?;
         spec.validate(self.host)?;
+        self.driver(&spec.driver)?.check(&spec)?;
         let new = NewSandbox { id: SandboxId::generate(), name: name.to_string(), labels, spec };
         Ok(self.store.create(new, request).await?)
     }
 
     /// Fills in the defaults and pins the image.
     async fn resolve(&self, wish: Wish) -> Result<SandboxSpec, ApiError> {
-        let driver = wish.driver.filter(|d| !d.is_empty()).unwrap_or_else(|| self.drivers.default_name().to_owned());
+        let driver =
+            wish.driver.filter(|d| !d.is_empty()).unwrap_or_else(|| self.drivers.default_name().to_owned());
         self.driver(&driver)?;
         let image = wish.image.filter(|i| !i.is_empty()).unwrap_or_else(|| self.defaults.image.clone());
         let (image_digest, image_bytes) = if driver == "sim" {
@@ -168,7 +171,8 @@ impl Service {
         let disk_bytes = wish.disk_bytes.unwrap_or_else(|| self.defaults.disk_bytes.max(image_bytes));
         if disk_bytes < image_bytes {
             let size = torpor_sandbox::spec::size;
-            let problem = format!("{} asked for; image '{image}' alone has {}", size(disk_bytes), size(image_bytes));
+            let problem =
+                format!("{} asked for; image '{image}' alone has {}", size(disk_bytes), size(image_bytes));
             return Err(ApiError::invalid("resources.disk_bytes", problem));
         }
         Ok(SandboxSpec {
@@ -193,7 +197,11 @@ impl Service {
 
     fn driver(&self, name: &str) -> Result<Arc<dyn ComputeDriver>, ApiError> {
         self.drivers.get(name).ok_or_else(|| {
-            let problem = format!("'{}' is not one of this gateway's: {}", name.escape_debug(), self.drivers.names().join(", "));
+            let problem = format!(
+                "'{}' is not one of this gateway's: {}",
+                name.escape_debug(),
+                self.drivers.names().join(", ")
+            );
             ApiError::invalid("driver", problem)
         })
     }
@@ -253,7 +261,9 @@ impl Service {
         let mut steps = self.progress.subscribe();
         loop {
             let record = Arc::new(self.store.get(id.as_str()).await?);
-            if record.state.phase == wanted || (wanted == Phase::Ready && record.state.phase == Phase::Completed) {
+            if record.state.phase == wanted
+                || (wanted == Phase::Ready && record.state.phase == Phase::Completed)
+            {
                 return Ok(record);
             }
             if !may_reach(&record.state, wanted) {
@@ -262,7 +272,8 @@ impl Service {
             if let Some(trouble) = self.progress.get(id).and_then(|now| now.trouble)
                 && trouble.reason == "EXHAUSTED"
             {
-                let message = format!("{}; the sandbox goes on by itself when there is more", trouble.message);
+                let message =
+                    format!("{}; the sandbox goes on by itself when there is more", trouble.message);
                 let error = ApiError::new(Code::ResourceExhausted, trouble.reason, message).about(&record);
                 return Err(error.with("next", "torpor list; suspend what is not needed"));
             }

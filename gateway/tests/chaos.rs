@@ -1,5 +1,6 @@
 //! Thousands of random requests against a backend that fails, forgets and dies, with gateways that are ended in the
 //! middle: nothing illegal, nothing leaked, and everything ends where its last accepted request wanted it.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
@@ -21,7 +22,11 @@ enum Wish {
     Gone,
 }
 
-async fn random_request(client: &mut v1::sandboxes_client::SandboxesClient<tonic::transport::Channel>, rng: &mut StdRng, wishes: &mut BTreeMap<String, Wish>) {
+async fn random_request(
+    client: &mut v1::sandboxes_client::SandboxesClient<tonic::transport::Channel>,
+    rng: &mut StdRng,
+    wishes: &mut BTreeMap<String, Wish>,
+) {
     let name = format!("s{}", rng.random_range(0..NAMES));
     let target = no_wait(&name);
     let (result, wish) = match rng.random_range(0..12) {
@@ -29,11 +34,20 @@ async fn random_request(client: &mut v1::sandboxes_client::SandboxesClient<tonic
             let request = v1::CreateSandboxRequest { name: name.clone(), ..Default::default() };
             (client.create(request).await.map(drop), Wish::Ready)
         }
-        3..6 => (client.suspend(v1::SuspendRequest { target, keep: rng.random_range(0..3) }).await.map(drop), Wish::Suspended),
-        6..8 => (client.resume(v1::ResumeRequest { target, restart_if_restore_fails: true }).await.map(drop), Wish::Ready),
+        3..6 => (
+            client.suspend(v1::SuspendRequest { target, keep: rng.random_range(0..3) }).await.map(drop),
+            Wish::Suspended,
+        ),
+        6..8 => (
+            client.resume(v1::ResumeRequest { target, restart_if_restore_fails: true }).await.map(drop),
+            Wish::Ready,
+        ),
         8..9 => (client.stop(v1::StopRequest { target }).await.map(drop), Wish::Stopped),
         9..11 => (client.start(v1::StartRequest { target }).await.map(drop), Wish::Ready),
-        _ => (client.delete(v1::DeleteSandboxRequest { target, allow_missing: true }).await.map(drop), Wish::Gone),
+        _ => (
+            client.delete(v1::DeleteSandboxRequest { target, allow_missing: true }).await.map(drop),
+            Wish::Gone,
+        ),
     };
     match result {
         Ok(()) => drop(wishes.insert(name, wish)),
@@ -47,9 +61,16 @@ async fn random_request(client: &mut v1::sandboxes_client::SandboxesClient<tonic
 async fn settle(world: &World) -> BTreeMap<String, v1::Sandbox> {
     let mut client = world.sandboxes().await;
     for _ in 0..3000 {
-        let list = client.list(v1::ListSandboxesRequest { page_size: 1000, ..Default::default() }).await.unwrap().into_inner();
+        let list = client
+            .list(v1::ListSandboxesRequest { page_size: 1000, ..Default::default() })
+            .await
+            .unwrap()
+            .into_inner();
         use Phase::*;
-        let moving = list.sandboxes.iter().any(|s| !matches!(phase(s), Ready | Suspended | Stopped | Completed | Error));
+        let moving = list
+            .sandboxes
+            .iter()
+            .any(|s| !matches!(phase(s), Ready | Suspended | Stopped | Completed | Error));
         if !moving && list.sandboxes.len() == world.info().await.capacity.unwrap().sandboxes as usize {
             return list.sandboxes.into_iter().map(|s| (s.name.clone(), s)).collect();
         }
@@ -107,14 +128,22 @@ async fn run(seed: u64, rounds: usize, requests: usize) {
             Some(Wish::Stopped) => phase(sandbox) == Phase::Stopped,
             Some(Wish::Gone) | None => false,
         };
-        assert!(expected || failed, "seed {seed}: {name} wanted {:?}, is {:?}", wishes.get(name), phase(sandbox));
+        assert!(
+            expected || failed,
+            "seed {seed}: {name} wanted {:?}, is {:?}",
+            wishes.get(name),
+            phase(sandbox)
+        );
     }
     let capacity = world.info().await.capacity.unwrap();
     assert_eq!(capacity.slots_used, running, "seed {seed}: one loan for each that runs");
     assert_eq!(world.sim.running().len(), running as usize, "seed {seed}: compute without a record");
     let storage = torpor_sandbox::ComputeDriver::list(world.sim.as_ref()).await.unwrap();
     for id in storage {
-        assert!(rest_again.values().any(|s| s.id == id.as_str()), "seed {seed}: {id} has storage and no record");
+        assert!(
+            rest_again.values().any(|s| s.id == id.as_str()),
+            "seed {seed}: {id} has storage and no record"
+        );
     }
 }
 

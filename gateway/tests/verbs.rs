@@ -1,4 +1,5 @@
 //! The verbs through real gRPC, over the driver that only pretends.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
@@ -39,7 +40,8 @@ async fn a_sandbox_is_created_suspended_resumed_stopped_started_and_deleted() {
     assert_eq!(world.info().await.capacity.unwrap().slots_used, 1);
 
     for _ in 0..2 {
-        let asleep = client.suspend(v1::SuspendRequest { target: target("web"), keep: 0 }).await.unwrap().into_inner();
+        let asleep =
+            client.suspend(v1::SuspendRequest { target: target("web"), keep: 0 }).await.unwrap().into_inner();
         assert_eq!(phase(&asleep), Phase::Suspended);
         assert_eq!(asleep.status.as_ref().unwrap().retained(), v1::Keep::Disk);
         assert_eq!(asleep.status.unwrap().host, None);
@@ -47,7 +49,11 @@ async fn a_sandbox_is_created_suspended_resumed_stopped_started_and_deleted() {
         assert_eq!(world.info().await.capacity.unwrap().slots_used, 0);
     }
     for _ in 0..2 {
-        let awake = client.resume(v1::ResumeRequest { target: target("web"), ..Default::default() }).await.unwrap().into_inner();
+        let awake = client
+            .resume(v1::ResumeRequest { target: target("web"), ..Default::default() })
+            .await
+            .unwrap()
+            .into_inner();
         assert_eq!((phase(&awake), awake.status.unwrap().run), (Phase::Ready, 2));
     }
     let stopped = client.stop(v1::StopRequest { target: target("web") }).await.unwrap().into_inner();
@@ -56,13 +62,24 @@ async fn a_sandbox_is_created_suspended_resumed_stopped_started_and_deleted() {
     assert_eq!(phase(&started), Phase::Ready);
     assert_eq!(world.sim.disk_id(&id(&made)), disk, "the same disk all the way");
 
-    let history = client.history(v1::HistoryRequest { sandbox: "web".into(), ..Default::default() }).await.unwrap().into_inner();
+    let history = client
+        .history(v1::HistoryRequest { sandbox: "web".into(), ..Default::default() })
+        .await
+        .unwrap()
+        .into_inner();
     let path: Vec<Phase> = history.transitions.iter().rev().map(|t| t.to()).collect();
     use Phase::*;
-    assert_eq!(path, [Provisioning, Ready, Suspending, Suspended, Resuming, Ready, Stopping, Stopped, Starting, Ready]);
+    assert_eq!(
+        path,
+        [Provisioning, Ready, Suspending, Suspended, Resuming, Ready, Stopping, Stopped, Starting, Ready]
+    );
     assert!(history.transitions.iter().all(|t| !t.why.is_empty()));
 
-    let gone = client.delete(v1::DeleteSandboxRequest { target: target("web"), allow_missing: false }).await.unwrap().into_inner();
+    let gone = client
+        .delete(v1::DeleteSandboxRequest { target: target("web"), allow_missing: false })
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!((gone.outcome(), gone.id), (v1::delete_sandbox_response::Outcome::Completed, made.id));
     assert_eq!(world.info().await.capacity.unwrap().sandboxes, 0);
     assert!(world.sim.violations().is_empty(), "{:?}", world.sim.violations());
@@ -75,7 +92,10 @@ async fn refusals_say_why_and_what_to_do_instead() {
     client.create(create("a")).await.unwrap();
 
     let taken = client.create(create("a")).await.unwrap_err();
-    assert_eq!((taken.code(), error_info(&taken)), (Code::AlreadyExists, ("NAME_TAKEN".into(), "torpor get a".into())));
+    assert_eq!(
+        (taken.code(), error_info(&taken)),
+        (Code::AlreadyExists, ("NAME_TAKEN".into(), "torpor get a".into()))
+    );
     let unknown = client.get(v1::GetSandboxRequest { sandbox: "nobody".into() }).await.unwrap_err();
     assert_eq!((unknown.code(), error_info(&unknown).0.as_str()), (Code::NotFound, "SANDBOX_NOT_FOUND"));
     let bad = client.create(create("Not A Name")).await.unwrap_err();
@@ -90,18 +110,28 @@ async fn refusals_say_why_and_what_to_do_instead() {
     let before = client.get(v1::GetSandboxRequest { sandbox: "a".into() }).await.unwrap().into_inner();
     let memory = v1::SuspendRequest { target: target("a"), keep: v1::Keep::Memory.into() };
     let refused = client.suspend(memory).await.unwrap_err();
-    assert_eq!((refused.code(), error_info(&refused).0.as_str()), (Code::FailedPrecondition, "MEMORY_NOT_SUPPORTED"));
+    assert_eq!(
+        (refused.code(), error_info(&refused).0.as_str()),
+        (Code::FailedPrecondition, "MEMORY_NOT_SUPPORTED")
+    );
     let after = client.get(v1::GetSandboxRequest { sandbox: "a".into() }).await.unwrap().into_inner();
     assert_eq!(before.version, after.version, "nothing was written");
 
     client.stop(v1::StopRequest { target: target("a") }).await.unwrap();
-    let resume = client.resume(v1::ResumeRequest { target: target("a"), ..Default::default() }).await.unwrap_err();
-    assert_eq!((resume.code(), error_info(&resume)), (Code::FailedPrecondition, ("WRONG_PHASE".into(), "torpor start a".into())));
+    let resume =
+        client.resume(v1::ResumeRequest { target: target("a"), ..Default::default() }).await.unwrap_err();
+    assert_eq!(
+        (resume.code(), error_info(&resume)),
+        (Code::FailedPrecondition, ("WRONG_PHASE".into(), "torpor start a".into()))
+    );
 
     let start = v1::ExecStart { sandbox: "a".into(), argv: vec!["true".into()], ..Default::default() };
     let input = v1::ExecInput { kind: Some(v1::exec_input::Kind::Start(start)) };
     let exec = client.exec(futures::stream::iter([input])).await.unwrap_err();
-    assert_eq!((exec.code(), error_info(&exec)), (Code::FailedPrecondition, ("STOPPED".into(), "torpor start a".into())));
+    assert_eq!(
+        (exec.code(), error_info(&exec)),
+        (Code::FailedPrecondition, ("STOPPED".into(), "torpor start a".into()))
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -156,7 +186,8 @@ async fn a_cancelled_call_strands_nothing() {
         wait_for(&world, &made.name, Phase::Ready).await;
         let call = client.suspend(v1::SuspendRequest { target: target(&made.name), keep: 0 });
         let cancelled = tokio::time::timeout(Duration::from_millis(8), call).await;
-        let then = client.get(v1::GetSandboxRequest { sandbox: made.name.clone() }).await.unwrap().into_inner();
+        let then =
+            client.get(v1::GetSandboxRequest { sandbox: made.name.clone() }).await.unwrap().into_inner();
         if cancelled.is_err() && phase(&then) != Phase::Ready {
             wait_for(&world, &made.name, Phase::Suspended).await;
         }
@@ -171,15 +202,23 @@ async fn turning_round_is_carried_out_in_order_and_waits_for_nothing() {
     client.create(create("a")).await.unwrap();
     // Resume during Suspending: the suspend is finished first, then it comes back.
     client.suspend(v1::SuspendRequest { target: no_wait("a"), keep: 0 }).await.unwrap();
-    let turned = client.resume(v1::ResumeRequest { target: no_wait("a"), ..Default::default() }).await.unwrap().into_inner();
-    assert_eq!((phase(&turned), turned.status.as_ref().unwrap().then.as_str()), (Phase::Suspending, "resume"));
+    let turned = client
+        .resume(v1::ResumeRequest { target: no_wait("a"), ..Default::default() })
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(
+        (phase(&turned), turned.status.as_ref().unwrap().then.as_str()),
+        (Phase::Suspending, "resume")
+    );
     let back = wait_for(&world, "a", Phase::Ready).await;
     assert_eq!(back.status.unwrap().run, 2);
     // Suspend during Resuming: the start is dropped.
     client.suspend(v1::SuspendRequest { target: target("a"), keep: 0 }).await.unwrap();
     client.resume(v1::ResumeRequest { target: no_wait("a"), ..Default::default() }).await.unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
-    let asleep = client.suspend(v1::SuspendRequest { target: target("a"), keep: 0 }).await.unwrap().into_inner();
+    let asleep =
+        client.suspend(v1::SuspendRequest { target: target("a"), keep: 0 }).await.unwrap().into_inner();
     assert_eq!(phase(&asleep), Phase::Suspended);
     assert!(world.sim.running().is_empty());
     assert!(world.sim.violations().is_empty(), "{:?}", world.sim.violations());
@@ -197,7 +236,11 @@ async fn delete_works_while_a_start_never_ends() {
     client.resume(v1::ResumeRequest { target: no_wait("a"), ..Default::default() }).await.unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
     world.sim.set_script(Script::default());
-    let gone = client.delete(v1::DeleteSandboxRequest { target: target("a"), allow_missing: false }).await.unwrap().into_inner();
+    let gone = client
+        .delete(v1::DeleteSandboxRequest { target: target("a"), allow_missing: false })
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!(gone.outcome(), v1::delete_sandbox_response::Outcome::Completed);
 }
 
@@ -208,30 +251,42 @@ async fn a_failed_start_is_an_error_that_says_how_to_go_on_and_gives_everything_
     client.create(create("a")).await.unwrap();
     client.suspend(v1::SuspendRequest { target: target("a"), keep: 0 }).await.unwrap();
     world.sim.fail_next(Verb::Start, DriverError::BaseChanged("/images/x".into()));
-    let error = client.resume(v1::ResumeRequest { target: target("a"), ..Default::default() }).await.unwrap_err();
+    let error =
+        client.resume(v1::ResumeRequest { target: target("a"), ..Default::default() }).await.unwrap_err();
     let (reason, next) = error_info(&error);
     assert_eq!((error.code(), reason.as_str()), (Code::FailedPrecondition, "BASE_CHANGED"));
     assert!(next.contains("torpor resume a"), "{next}");
     let failed = wait_for(&world, "a", Phase::Error).await;
     assert_eq!(failed.status.unwrap().failure.unwrap().step, "start");
     for _ in 0..100 {
-        if world.info().await.capacity.unwrap().slots_used == 0 { break; }
+        if world.info().await.capacity.unwrap().slots_used == 0 {
+            break;
+        }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(world.info().await.capacity.unwrap().slots_used, 0, "an Error holds no loan");
-    let back = client.resume(v1::ResumeRequest { target: target("a"), ..Default::default() }).await.unwrap().into_inner();
+    let back = client
+        .resume(v1::ResumeRequest { target: target("a"), ..Default::default() })
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!(back.status.unwrap().failure, None);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn transient_faults_heal_by_themselves() {
-    let world = World::new(Script { fail_before: 200, fail_after: 200, unknown: 100, seed: 7, ..Script::default() }).await;
+    let world =
+        World::new(Script { fail_before: 200, fail_after: 200, unknown: 100, seed: 7, ..Script::default() })
+            .await;
     let mut client = world.sandboxes().await;
     for n in 0..5 {
         let name = format!("a{n}");
         client.create(create(&name)).await.unwrap();
         client.suspend(v1::SuspendRequest { target: target(&name), keep: 0 }).await.unwrap();
-        client.delete(v1::DeleteSandboxRequest { target: target(&name), allow_missing: false }).await.unwrap();
+        client
+            .delete(v1::DeleteSandboxRequest { target: target(&name), allow_missing: false })
+            .await
+            .unwrap();
     }
     assert!(world.sim.violations().is_empty(), "{:?}", world.sim.violations());
 }
@@ -253,7 +308,11 @@ async fn the_restart_policy_is_kept_and_a_suspend_disarms_it() {
     let world = World::new(Script::default()).await;
     let mut client = world.sandboxes().await;
     let spec = v1::SandboxSpec { restart_policy: v1::RestartPolicy::OnFailure.into(), ..Default::default() };
-    let made = client.create(v1::CreateSandboxRequest { spec: Some(spec), ..create("a") }).await.unwrap().into_inner();
+    let made = client
+        .create(v1::CreateSandboxRequest { spec: Some(spec), ..create("a") })
+        .await
+        .unwrap()
+        .into_inner();
     world.sim.end(&id(&made), Exit::Code(3));
     wait_for(&world, "a", Phase::Starting).await;
     let back = wait_for(&world, "a", Phase::Ready).await.status.unwrap();
@@ -277,18 +336,29 @@ async fn a_settled_world_is_left_alone() {
     client.stop(v1::StopRequest { target: target("c") }).await.unwrap();
     tokio::time::sleep(Duration::from_millis(100)).await;
     let count = |w: &World| [Verb::Create, Verb::Start, Verb::Stop, Verb::Delete].map(|v| w.sim.calls(v));
-    let versions = |list: v1::ListSandboxesResponse| list.sandboxes.into_iter().map(|s| s.version).collect::<Vec<_>>();
-    let (calls, before) = (count(&world), versions(client.list(v1::ListSandboxesRequest::default()).await.unwrap().into_inner()));
+    let versions =
+        |list: v1::ListSandboxesResponse| list.sandboxes.into_iter().map(|s| s.version).collect::<Vec<_>>();
+    let (calls, before) = (
+        count(&world),
+        versions(client.list(v1::ListSandboxesRequest::default()).await.unwrap().into_inner()),
+    );
     world.restart().await;
     tokio::time::sleep(Duration::from_millis(300)).await;
     let mut client = world.sandboxes().await;
     assert_eq!(count(&world), calls, "no verb");
-    assert_eq!(versions(client.list(v1::ListSandboxesRequest::default()).await.unwrap().into_inner()), before, "no write");
+    assert_eq!(
+        versions(client.list(v1::ListSandboxesRequest::default()).await.unwrap().into_inner()),
+        before,
+        "no write"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pages_hold_every_sandbox_once_and_selectors_choose() {
-    let world = World::with(Script::default(), |c| (c.limits.cpu_percent, c.limits.memory_bytes) = (100_000, 1 << 50)).await;
+    let world = World::with(Script::default(), |c| {
+        (c.limits.cpu_percent, c.limits.memory_bytes) = (100_000, 1 << 50)
+    })
+    .await;
     let client = world.sandboxes().await;
     let creates = (0..57).map(|n| {
         let mut client = client.clone();
@@ -299,21 +369,29 @@ async fn pages_hold_every_sandbox_once_and_selectors_choose() {
     });
     futures::future::join_all(creates).await;
     let mut client = client;
-    for (selector, expected) in [("", 57), ("parity=even", 29), ("parity!=even", 28), ("parity", 57), ("!parity", 0)] {
+    for (selector, expected) in
+        [("", 57), ("parity=even", 29), ("parity!=even", 28), ("parity", 57), ("!parity", 0)]
+    {
         let (mut names, mut page_token) = (std::collections::BTreeSet::new(), String::new());
         loop {
-            let request = v1::ListSandboxesRequest { page_size: 10, page_token, label_selector: selector.into() };
+            let request =
+                v1::ListSandboxesRequest { page_size: 10, page_token, label_selector: selector.into() };
             let page = client.list(request).await.unwrap().into_inner();
             assert!(page.sandboxes.len() <= 10);
             for sandbox in page.sandboxes {
                 assert!(names.insert(sandbox.name), "twice");
             }
             page_token = page.next_page_token;
-            if page_token.is_empty() { break; }
+            if page_token.is_empty() {
+                break;
+            }
         }
         assert_eq!(names.len(), expected, "{selector}");
     }
-    let bad = client.list(v1::ListSandboxesRequest { page_token: "x".into(), ..Default::default() }).await.unwrap_err();
+    let bad = client
+        .list(v1::ListSandboxesRequest { page_token: "x".into(), ..Default::default() })
+        .await
+        .unwrap_err();
     assert_eq!(bad.code(), Code::InvalidArgument);
 }
 
@@ -330,7 +408,9 @@ async fn a_watch_goes_on_from_its_cursor_after_a_restart_and_hears_of_deletions(
     while let Some(event) = watch.next().await {
         let event = event.unwrap();
         cursor = event.cursor.clone();
-        if event.kind() == Kind::Synced { break; }
+        if event.kind() == Kind::Synced {
+            break;
+        }
         assert_eq!(event.kind(), Kind::Snapshot);
         snapshot.push(event.sandbox.unwrap().name);
     }
@@ -340,23 +420,33 @@ async fn a_watch_goes_on_from_its_cursor_after_a_restart_and_hears_of_deletions(
     while let Some(event) = watch.next().await {
         let sandbox = event.unwrap().sandbox.unwrap();
         assert_eq!(sandbox.name, "a");
-        if phases.last() != Some(&phase(&sandbox)) { phases.push(phase(&sandbox)); }
-        if phase(&sandbox) == Phase::Suspended { break; }
+        if phases.last() != Some(&phase(&sandbox)) {
+            phases.push(phase(&sandbox));
+        }
+        if phase(&sandbox) == Phase::Suspended {
+            break;
+        }
     }
     assert_eq!(phases, [Phase::Suspending, Phase::Suspended]);
     drop(watch);
     client.delete(v1::DeleteSandboxRequest { target: target("b"), allow_missing: false }).await.unwrap();
     world.restart().await;
     let mut client = world.sandboxes().await;
-    let mut watch = client.watch(v1::WatchSandboxesRequest { cursor, ..Default::default() }).await.unwrap().into_inner();
+    let mut watch =
+        client.watch(v1::WatchSandboxesRequest { cursor, ..Default::default() }).await.unwrap().into_inner();
     let mut heard = Vec::new();
     while let Some(event) = watch.next().await {
         let event = event.unwrap();
-        if event.kind() == Kind::Synced { break; }
+        if event.kind() == Kind::Synced {
+            break;
+        }
         heard.push((event.kind(), event.sandbox.unwrap().name));
     }
     assert_eq!(heard, [(Kind::Changed, "a".to_owned()), (Kind::Deleted, "b".to_owned())]);
-    let bad = client.watch(v1::WatchSandboxesRequest { cursor: "c1.999999".into(), ..Default::default() }).await.unwrap_err();
+    let bad = client
+        .watch(v1::WatchSandboxesRequest { cursor: "c1.999999".into(), ..Default::default() })
+        .await
+        .unwrap_err();
     assert_eq!((bad.code(), error_info(&bad).0.as_str()), (Code::OutOfRange, "CURSOR_TOO_OLD"));
 }
 
@@ -365,7 +455,10 @@ async fn a_second_gateway_is_refused_and_told_who_holds_the_state() {
     let world = World::new(Script::default()).await;
     let again = torpor_gateway::Gateway::start(world.config.clone()).await;
     let error = again.err().expect("the state directory is in use").to_string();
-    assert!(error.contains(&format!("process {}", std::process::id())) && error.contains("--state-dir"), "{error}");
+    assert!(
+        error.contains(&format!("process {}", std::process::id())) && error.contains("--state-dir"),
+        "{error}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -387,6 +480,7 @@ async fn reflection_and_health_are_served() {
     let request = tonic_health::pb::HealthCheckRequest { service: "torpor.v1.Sandboxes".into() };
     let answer = health.check(request).await.unwrap().into_inner();
     assert_eq!(answer.status, tonic_health::pb::health_check_response::ServingStatus::Serving as i32);
-    let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(world.socket()).unwrap().permissions());
+    let mode =
+        std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(world.socket()).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
 }

@@ -1,8 +1,9 @@
 //! Cgroups and CPU affinity of real processes.
 #![allow(clippy::unwrap_used, reason = "a test that can't go on panics")]
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 use torpor_netpool::linux::{CgroupLimits, CgroupParent, CgroupProbe, Controller, NetError, host_cpus, pin};
@@ -22,6 +23,19 @@ fn mount(test: &str) -> Option<PathBuf> {
     assert!(!required.split(',').any(|need| need == "root"), "{test}: {reason}");
     println!("SKIP {test}: {reason}");
     None
+}
+
+/// Whether the parent has every controller, or a skip.
+fn has_all(parent: &CgroupParent, test: &str) -> bool {
+    let all = [Controller::Cpuset, Controller::Memory, Controller::Pids];
+    if all.iter().all(|controller| parent.controllers().contains(controller)) {
+        return true;
+    }
+    let reason = format!("needs the controllers {all:?}, found {:?}", parent.controllers());
+    let required = std::env::var("REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|need| need == "box"), "{test}: {reason}");
+    println!("SKIP {test}: {reason}");
+    false
 }
 
 /// A parent of this test's own that is removed at the end.
@@ -81,6 +95,42 @@ fn a_cgroup_holds_a_vms_processes_kills_them_and_goes() {
     cgroup.kill().unwrap();
     assert_eq!(parent.0.list().unwrap(), [""; 0]);
     assert_eq!(parent.0.open("sb-1").unwrap(), None);
+}
+
+#[test]
+fn the_kernel_holds_processes_to_the_limits() {
+    const TEST: &str = "the_kernel_holds_processes_to_the_limits";
+    let Some(root) = mount(TEST) else { return };
+    let parent = Parent::new(&root, "limits");
+    if !has_all(&parent.0, TEST) {
+        return;
+    }
+    let limits =
+        CgroupLimits { cpus: Some("0".parse().unwrap()), memory_max: Some(32 << 20), pids_max: Some(3) };
+    let cgroup = parent.0.create("sb-1", &limits).unwrap();
+    // It waits for a line, so that it is in the cgroup when it begins; `tail` keeps what it is asked for in memory.
+    let begun = |script: &str| {
+        let mut child = Command::new("sh")
+            .args(["-c", &format!("read line; {script}")])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        cgroup.add(child.id() as i32).unwrap();
+        child.stdin.take().unwrap().write_all(b"\n").unwrap();
+        let output = child.wait_with_output().unwrap();
+        String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+    };
+    let shown = begun("grep Cpus_allowed_list /proc/self/status");
+    assert_eq!(shown, "Cpus_allowed_list:\t0\n");
+    begun("head -c 128M /dev/zero | tail -c 100M >/dev/null");
+    let events = std::fs::read_to_string(cgroup.path().join("memory.events")).unwrap();
+    assert!(events.lines().any(|line| line.starts_with("oom_kill ") && line != "oom_kill 0"), "{events}");
+    let shown = begun("sleep 1 & sleep 1 & sleep 1 & wait");
+    assert!(shown.to_lowercase().contains("fork"), "{shown}");
+    cgroup.kill().unwrap();
+    cgroup.remove().unwrap();
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What every driver must do, as a list of cases that the [`conformance!`](crate::conformance) macro turns into tests.
+//! What every driver must do, as a list of cases that the `conformance!` macro turns into tests.
 
 use std::{future::Future, sync::Arc, time::Duration};
 

@@ -21,6 +21,14 @@ pub trait ComputeDriver: Send + Sync + 'static {
     /// What the backend can do; asked before anything is written. Cheap.
     fn capabilities(&self) -> Capabilities;
 
+    /// Whether a spec asks for something that this backend can't do at all; asked before anything is written. Cheap.
+    ///
+    /// # Errors
+    /// `Unsupported` or `Invalid`, naming the field.
+    fn check(&self, _spec: &SandboxSpec) -> Result<(), DriverError> {
+        Ok(())
+    }
+
     /// Makes the storage of a sandbox; nothing runs afterwards. A repeat with another spec updates the stored spec.
     async fn create(&self, id: &SandboxId, spec: &SandboxSpec, run: Run) -> Result<Change, DriverError>;
 

@@ -68,12 +68,13 @@ pub struct SandboxName(String);
 
 const ADJECTIVES: &[&str] = &[
     "amber", "brisk", "calm", "dusky", "early", "fleet", "gentle", "hazy", "idle", "jolly", "keen", "lucid",
-    "mellow", "nimble", "opal", "placid", "quiet", "rapid", "silent", "tidy", "urban", "vivid", "warm", "young",
+    "mellow", "nimble", "opal", "placid", "quiet", "rapid", "silent", "tidy", "urban", "vivid", "warm",
+    "young",
 ];
 const NOUNS: &[&str] = &[
-    "badger", "bat", "bear", "beetle", "chipmunk", "dormouse", "echidna", "finch", "frog", "gecko", "hedgehog",
-    "heron", "lemur", "marmot", "newt", "otter", "poorwill", "quail", "robin", "skunk", "swift", "tenrec",
-    "turtle", "vole",
+    "badger", "bat", "bear", "beetle", "chipmunk", "dormouse", "echidna", "finch", "frog", "gecko",
+    "hedgehog", "heron", "lemur", "marmot", "newt", "otter", "poorwill", "quail", "robin", "skunk", "swift",
+    "tenrec", "turtle", "vole",
 ];
 
 impl SandboxName {
@@ -115,7 +116,8 @@ impl FromStr for SandboxName {
     type Err = InvalidName;
 
     fn from_str(text: &str) -> Result<Self, InvalidName> {
-        let rule = "1 to 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit, not an id ('sb-…')";
+        let rule =
+            "1 to 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit, not an id ('sb-…')";
         let ok = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
         let bytes = text.as_bytes();
         let fits = (1..=63).contains(&bytes.len())
@@ -123,7 +125,11 @@ impl FromStr for SandboxName {
             && bytes.first().copied().is_some_and(ok)
             && bytes.last().copied().is_some_and(ok)
             && !text.starts_with("sb-");
-        if fits { Ok(Self(text.to_owned())) } else { Err(InvalidName { what: "sandbox name", text: clip(text), rule }) }
+        if fits {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err(InvalidName { what: "sandbox name", text: clip(text), rule })
+        }
     }
 }
 
@@ -146,9 +152,7 @@ fn clip(text: &str) -> String {
 
 /// Counts the starts of one sandbox, from 1; 0 means never started. The agent echoes it, so that late words of an old
 /// life are told from those of the present one.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
-)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Run(pub u64);
 

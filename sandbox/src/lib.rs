@@ -10,9 +10,7 @@ pub mod lifecycle;
 pub mod sim;
 pub mod spec;
 
-pub use driver::{
-    Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, Facts, Observed, Stopped,
-};
+pub use driver::{Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, Facts, Observed, Stopped};
 pub use id::{InvalidName, Run, SandboxId, SandboxName};
 pub use lifecycle::{Event, Failure, Keep, Phase, Refusal, Request, State, Step};
 pub use spec::{InvalidSpec, Resources, RestartPolicy, SandboxSpec};

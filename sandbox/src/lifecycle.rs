@@ -331,11 +331,17 @@ pub fn next(state: &State, event: &Event, policy: RestartPolicy) -> Result<Next,
 
 fn on_request(state: &State, request: Request) -> Result<Next, Refusal> {
     if request == Request::Delete {
-        return Ok(if state.phase == Phase::Deleting { Next::Same } else { Next::To(state.to(Phase::Deleting)) });
+        return Ok(if state.phase == Phase::Deleting {
+            Next::Same
+        } else {
+            Next::To(state.to(Phase::Deleting))
+        });
     }
     match state.phase {
         Phase::Deleting => refuse(state, request, "it is being deleted", None),
-        Phase::Ready | Phase::Provisioning | Phase::Resuming | Phase::Starting => on_request_awake(state, request),
+        Phase::Ready | Phase::Provisioning | Phase::Resuming | Phase::Starting => {
+            on_request_awake(state, request)
+        }
         Phase::Suspending => on_request_suspending(state, request),
         Phase::Suspended => on_request_suspended(state, request),
         Phase::Stopping | Phase::Stopped => on_request_stopped(state, request),
@@ -343,7 +349,12 @@ fn on_request(state: &State, request: Request) -> Result<Next, Refusal> {
     }
 }
 
-fn refuse(state: &State, request: Request, why: &'static str, next: Option<&'static str>) -> Result<Next, Refusal> {
+fn refuse(
+    state: &State,
+    request: Request,
+    why: &'static str,
+    next: Option<&'static str>,
+) -> Result<Next, Refusal> {
     Err(Refusal { verb: request.verb(), phase: state.phase, why, next })
 }
 
@@ -385,7 +396,11 @@ fn on_request_suspended(state: &State, request: Request) -> Result<Next, Refusal
     match request {
         Request::Suspend(keep) if keep == state.keep => {
             // A turn-round that has not been carried out yet is taken back.
-            Ok(if state.then.is_some() { Next::To(State { then: None, ..state.clone() }) } else { Next::Same })
+            Ok(if state.then.is_some() {
+                Next::To(State { then: None, ..state.clone() })
+            } else {
+                Next::Same
+            })
         }
         Request::Suspend(Keep::Disk) => Ok(Next::To(state.to(Phase::Suspending))),
         Request::Suspend(Keep::Memory) => {
@@ -404,13 +419,19 @@ fn on_request_suspended(state: &State, request: Request) -> Result<Next, Refusal
 /// Stopped, or on the way there.
 fn on_request_stopped(state: &State, request: Request) -> Result<Next, Refusal> {
     match request {
-        Request::Suspend(_) => refuse(state, request, "a stopped sandbox holds nothing of the host already", Some("start")),
-        Request::Resume { .. } => refuse(state, request, "it was stopped, and only start wakes it", Some("start")),
+        Request::Suspend(_) => {
+            refuse(state, request, "a stopped sandbox holds nothing of the host already", Some("start"))
+        }
+        Request::Resume { .. } => {
+            refuse(state, request, "it was stopped, and only start wakes it", Some("start"))
+        }
         Request::Stop if state.then.is_some() => Ok(Next::To(State { then: None, ..state.clone() })),
         Request::Start if state.phase == Phase::Stopped => {
             Ok(Next::To(state.boot(Phase::Starting, Keep::Disk).asked()))
         }
-        Request::Start if state.then.is_none() => Ok(Next::To(State { then: Some(Then::Start), ..state.clone() })),
+        Request::Start if state.then.is_none() => {
+            Ok(Next::To(State { then: Some(Then::Start), ..state.clone() }))
+        }
         Request::Stop | Request::Start | Request::Delete => Ok(Next::Same),
     }
 }
@@ -418,7 +439,9 @@ fn on_request_stopped(state: &State, request: Request) -> Result<Next, Refusal> 
 /// Completed or Error: nothing runs, or what is left is being given back.
 fn on_request_ended(state: &State, request: Request) -> Result<Next, Refusal> {
     match request {
-        Request::Suspend(Keep::Memory) => refuse(state, request, "nothing runs whose memory could be kept", Some("start")),
+        Request::Suspend(Keep::Memory) => {
+            refuse(state, request, "nothing runs whose memory could be kept", Some("start"))
+        }
         Request::Suspend(Keep::Disk) => Ok(Next::To(state.to(Phase::Suspending).asked())),
         Request::Stop => Ok(Next::To(state.to(Phase::Stopping).asked())),
         Request::Resume { .. } => Ok(Next::To(state.boot(Phase::Resuming, Keep::Disk).asked())),
@@ -441,16 +464,16 @@ fn on_fact(state: &State, fact: &Event, policy: RestartPolicy) -> Next {
         Event::Deleted => Next::Same,
         Event::Ended(ended) => on_ended(state, ended, policy),
         Event::Failed(failure) => on_failed(state, failure),
-        Event::HostRestarted if state.phase == Phase::Ready => Next::To(state.boot(Phase::Starting, Keep::Disk)),
+        Event::HostRestarted if state.phase == Phase::Ready => {
+            Next::To(state.boot(Phase::Starting, Keep::Disk))
+        }
         Event::HostRestarted => Next::Same,
     }
 }
 
 fn on_stopped(state: &State, flushed: Option<bool>, kept: Keep) -> Next {
     // What comes next is carried out in a turn of its own, so that whoever waits for the rest in between sees it.
-    let rest = |phase, keep| {
-        Next::To(State { flushed, then: state.then, ..state.to(phase) }.keeping(keep))
-    };
+    let rest = |phase, keep| Next::To(State { flushed, then: state.then, ..state.to(phase) }.keeping(keep));
     match state.phase {
         Phase::Suspending if state.keep == Keep::Memory => rest(Phase::Suspended, kept),
         Phase::Suspending => rest(Phase::Suspended, Keep::Disk),
@@ -478,7 +501,11 @@ fn on_ended(state: &State, ended: &Ended, policy: RestartPolicy) -> Next {
         return Next::To(State { restarts, ..state.boot(Phase::Starting, Keep::Disk) });
     }
     if by_itself && (state.phase == Phase::Ready || matches!(ended.exit, Exit::Code(_))) {
-        return Next::To(State { exit: Some(ended.exit.clone()), failure: None, ..state.to(Phase::Completed) });
+        return Next::To(State {
+            exit: Some(ended.exit.clone()),
+            failure: None,
+            ..state.to(Phase::Completed)
+        });
     }
     let (reason, message) = match &ended.exit {
         Exit::Code(code) => ("RUN_FAILED", format!("the main command ended with code {code}")),
@@ -533,15 +560,21 @@ fn step_booting(state: &State, observed: &Observed) -> Step {
     }
     match observed {
         Observed::Unknown(_) => Step::Wait,
-        Observed::Missing => failed("start", "DATA_MISSING", "the backend has nothing of this sandbox any more; its disk is never made anew"),
+        Observed::Missing => failed(
+            "start",
+            "DATA_MISSING",
+            "the backend has nothing of this sandbox any more; its disk is never made anew",
+        ),
         Observed::Running { run, agent: true } if *run == state.run => Step::Happened(Event::Started(*run)),
         Observed::Running { run, agent: false } if *run == state.run => Step::Start(state.keep),
         Observed::Ended(ended) if ended.run == state.run => Step::Happened(Event::Ended(ended.clone())),
         // An older life: put down first. It may have written to the disk, so no memory image outlives it.
         Observed::Running { .. } | Observed::Ended(_) => Step::Stop(Keep::Disk),
-        Observed::Stopped { memory: false } if state.keep == Keep::Memory && !state.cold_if_needed => {
-            failed("start", "MEMORY_MISSING", "the memory image is gone; the disk is there: start boots from it")
-        }
+        Observed::Stopped { memory: false } if state.keep == Keep::Memory && !state.cold_if_needed => failed(
+            "start",
+            "MEMORY_MISSING",
+            "the memory image is gone; the disk is there: start boots from it",
+        ),
         Observed::Stopped { memory: false } => Step::Start(Keep::Disk),
         Observed::Stopped { memory: true } => Step::Start(state.keep),
     }
@@ -555,9 +588,13 @@ fn step_ready(state: &State, observed: &Observed) -> Step {
         Observed::Unknown(_) => Step::Wait,
         Observed::Running { run, .. } if *run == state.run => Step::Rest,
         Observed::Ended(ended) if ended.run == state.run => Step::Happened(Event::Ended(ended.clone())),
-        Observed::Running { run, .. } => lost(&format!("compute of run {run} is there instead of run {}", state.run)),
+        Observed::Running { run, .. } => {
+            lost(&format!("compute of run {run} is there instead of run {}", state.run))
+        }
         Observed::Ended(_) | Observed::Stopped { .. } => lost("the compute is gone"),
-        Observed::Missing => failed("run", "DATA_MISSING", "the backend has nothing of this sandbox any more"),
+        Observed::Missing => {
+            failed("run", "DATA_MISSING", "the backend has nothing of this sandbox any more")
+        }
     }
 }
 
@@ -567,7 +604,9 @@ fn step_stopping(state: &State, observed: &Observed) -> Step {
     }
     match observed {
         Observed::Unknown(_) => Step::Wait,
-        Observed::Missing => failed("stop", "DATA_MISSING", "the backend has nothing of this sandbox any more"),
+        Observed::Missing => {
+            failed("stop", "DATA_MISSING", "the backend has nothing of this sandbox any more")
+        }
         Observed::Running { .. } | Observed::Ended(_) => Step::Stop(state.keep),
         Observed::Stopped { memory: true } if state.keep == Keep::Disk => Step::Stop(Keep::Disk),
         Observed::Stopped { memory } => {
@@ -597,7 +636,9 @@ pub fn may_reach(state: &State, wanted: Phase) -> bool {
         return true;
     }
     let heading = match state.phase {
-        Phase::Provisioning | Phase::Resuming | Phase::Starting => [Phase::Ready, Phase::Completed].contains(&wanted),
+        Phase::Provisioning | Phase::Resuming | Phase::Starting => {
+            [Phase::Ready, Phase::Completed].contains(&wanted)
+        }
         Phase::Ready => wanted == Phase::Completed,
         Phase::Suspending => wanted == Phase::Suspended,
         Phase::Stopping => wanted == Phase::Stopped,

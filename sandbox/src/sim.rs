@@ -15,7 +15,8 @@ use tokio::sync::broadcast;
 
 use crate::{
     driver::{
-        Capabilities, Change, ComputeDriver, DiskFacts, DriverError, Ended, Exit, Facts, HostFacts, Observed, Stopped,
+        Capabilities, Change, ComputeDriver, DiskFacts, DriverError, Ended, Exit, Facts, HostFacts, Observed,
+        Stopped,
     },
     id::{Run, SandboxId},
     lifecycle::Keep,
@@ -374,7 +375,9 @@ impl ComputeDriver for SimDriver {
         }
         let Some(world) = inner.worlds.get(id) else { return Ok(Observed::Missing) };
         Ok(match &world.compute {
-            Some(Compute { run, exit: Some(exit), .. }) => Observed::Ended(Ended { run: *run, exit: exit.clone() }),
+            Some(Compute { run, exit: Some(exit), .. }) => {
+                Observed::Ended(Ended { run: *run, exit: exit.clone() })
+            }
             Some(Compute { run, agent, exit: None }) => Observed::Running { run: *run, agent: *agent },
             None if world.storage => Observed::Stopped { memory: world.memory },
             None => Observed::Missing,

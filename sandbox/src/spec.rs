@@ -122,12 +122,17 @@ impl SandboxSpec {
             return wrong("workdir", format!("'{}' is not an absolute path", dir.escape_debug()));
         }
         if let Some(user) = &self.user
-            && (user.is_empty() || user.len() > 64 || user.contains(|c: char| c.is_control() || c.is_whitespace()))
+            && (user.is_empty()
+                || user.len() > 64
+                || user.contains(|c: char| c.is_control() || c.is_whitespace()))
         {
             return wrong("user", "a user is a name or number, with an optional ':group'");
         }
         if !matches!(self.machine.as_str(), "auto" | "qemu" | "kvm") {
-            return wrong("machine", format!("'{}' is not one of auto, qemu, kvm", self.machine.escape_debug()));
+            return wrong(
+                "machine",
+                format!("'{}' is not one of auto, qemu, kvm", self.machine.escape_debug()),
+            );
         }
         if let Some(kernel) = &self.kernel
             && !kernel.starts_with('/')
@@ -157,23 +162,35 @@ impl SandboxSpec {
 impl Resources {
     fn validate(&self, host: HostLimits) -> Result<(), InvalidSpec> {
         if self.cpus == 0 || self.cpus > MAX_CPUS {
-            return wrong("resources.cpus", format!("{} CPUs asked for; 1 to {MAX_CPUS} are possible", self.cpus));
+            return wrong(
+                "resources.cpus",
+                format!("{} CPUs asked for; 1 to {MAX_CPUS} are possible", self.cpus),
+            );
         }
         if self.cpus > host.cpus.saturating_mul(4) {
-            let problem = format!("{} CPUs asked for; the host has {}, at most four times that is allowed", self.cpus, host.cpus);
+            let problem = format!(
+                "{} CPUs asked for; the host has {}, at most four times that is allowed",
+                self.cpus, host.cpus
+            );
             return wrong("resources.cpus", problem);
         }
         if self.memory_bytes < MIN_MEMORY {
-            let problem = format!("{} asked for; at least {} is needed", size(self.memory_bytes), size(MIN_MEMORY));
+            let problem =
+                format!("{} asked for; at least {} is needed", size(self.memory_bytes), size(MIN_MEMORY));
             return wrong("resources.memory_bytes", problem);
         }
         if self.memory_bytes > host.memory_bytes {
-            let problem = format!("{} asked for; the host has {}", size(self.memory_bytes), size(host.memory_bytes));
+            let problem =
+                format!("{} asked for; the host has {}", size(self.memory_bytes), size(host.memory_bytes));
             return wrong("resources.memory_bytes", problem);
         }
         if !(MIN_DISK..=MAX_DISK).contains(&self.disk_bytes) {
-            let problem =
-                format!("{} asked for; {} to {} are possible", size(self.disk_bytes), size(MIN_DISK), size(MAX_DISK));
+            let problem = format!(
+                "{} asked for; {} to {} are possible",
+                size(self.disk_bytes),
+                size(MIN_DISK),
+                size(MAX_DISK)
+            );
             return wrong("resources.disk_bytes", problem);
         }
         Ok(())
@@ -184,7 +201,10 @@ impl Resources {
 ///
 /// # Errors
 /// Names `field` and the variable.
-pub fn validate_environment(field: &'static str, environment: &BTreeMap<String, String>) -> Result<(), InvalidSpec> {
+pub fn validate_environment(
+    field: &'static str,
+    environment: &BTreeMap<String, String>,
+) -> Result<(), InvalidSpec> {
     for (key, value) in environment {
         if key.is_empty() || key.contains(['=', '\0']) || value.contains('\0') {
             return wrong(field, format!("variable '{}' is not valid", key.escape_debug()));
@@ -206,10 +226,15 @@ pub fn validate_labels(labels: &BTreeMap<String, String>) -> Result<(), InvalidS
     }
     for (key, value) in labels {
         let (prefix, name) = key.rsplit_once('/').map_or((None, key.as_str()), |(p, n)| (Some(p), n));
-        let key_fits = word(name, 63) && !name.is_empty() && prefix.is_none_or(|p| !p.is_empty() && word(p, 253));
+        let key_fits =
+            word(name, 63) && !name.is_empty() && prefix.is_none_or(|p| !p.is_empty() && word(p, 253));
         if !key_fits || !word(value, 63) {
-            let problem = "letters, digits, '-', '_' and '.', at most 63, beginning and ending with a letter or digit";
-            return wrong("labels", format!("'{}={}' is not valid: {problem}", key.escape_debug(), value.escape_debug()));
+            let problem =
+                "letters, digits, '-', '_' and '.', at most 63, beginning and ending with a letter or digit";
+            return wrong(
+                "labels",
+                format!("'{}={}' is not valid: {problem}", key.escape_debug(), value.escape_debug()),
+            );
         }
         if key.starts_with(RESERVED_PREFIX) {
             return wrong("labels", format!("'{key}': labels under '{RESERVED_PREFIX}' are Torpor's own"));
@@ -267,7 +292,8 @@ pub(crate) mod tests {
 
     #[test]
     fn each_bad_field_is_refused_by_its_name() {
-        let cases: [(&str, fn(&mut SandboxSpec)); 12] = [
+        type Case = (&'static str, fn(&mut SandboxSpec));
+        let cases: [Case; 12] = [
             ("resources.cpus", |s| s.resources.cpus = 0),
             ("resources.cpus", |s| s.resources.cpus = 33),
             ("resources.cpus", |s| s.resources.cpus = 9),
@@ -293,7 +319,10 @@ pub(crate) mod tests {
     fn memory_beyond_the_host_says_both_sizes() {
         let mut bad = spec();
         bad.resources.memory_bytes = 64 << 30;
-        assert_eq!(bad.validate(HOST).unwrap_err().to_string(), "resources.memory_bytes: 64 GiB asked for; the host has 4 GiB");
+        assert_eq!(
+            bad.validate(HOST).unwrap_err().to_string(),
+            "resources.memory_bytes: 64 GiB asked for; the host has 4 GiB"
+        );
     }
 
     #[test]

@@ -71,21 +71,38 @@ fn the_table_of_every_phase_and_verb_is_the_page_of_the_docs() {
     if std::env::var_os("BLESS").is_some() {
         std::fs::write(PAGE, table()).unwrap();
     }
-    assert_eq!(std::fs::read_to_string(PAGE).unwrap(), table(), "run it with BLESS=1 and read the difference");
+    assert_eq!(
+        std::fs::read_to_string(PAGE).unwrap(),
+        table(),
+        "run it with BLESS=1 and read the difference"
+    );
 }
 
 #[test]
 fn every_fact_in_every_phase_leads_where_the_contract_says() {
     use Phase::*;
     let ended = |exit: Exit| Event::Ended(Ended { run: Run(3), exit });
-    let facts: [(&str, Event, &[(Phase, Phase)]); 8] = [
+    type Row<'a> = (&'a str, Event, &'a [(Phase, Phase)]);
+    let facts: [Row<'_>; 8] = [
         ("created", Event::Created, &[]),
         ("started", Event::Started(Run(3)), &[(Provisioning, Ready), (Resuming, Ready), (Starting, Ready)]),
         ("started, an old run", Event::Started(Run(2)), &[]),
-        ("stopped", Event::Stopped { flushed: Some(true), kept: Keep::Disk }, &[(Suspending, Suspended), (Stopping, Stopped)]),
+        (
+            "stopped",
+            Event::Stopped { flushed: Some(true), kept: Keep::Disk },
+            &[(Suspending, Suspended), (Stopping, Stopped)],
+        ),
         ("deleted", Event::Deleted, &[]),
-        ("ended", ended(Exit::Code(0)), &[(Provisioning, Completed), (Ready, Completed), (Resuming, Completed), (Starting, Completed)]),
-        ("lost", ended(Exit::Lost("x".into())), &[(Provisioning, Error), (Ready, Error), (Resuming, Error), (Starting, Error)]),
+        (
+            "ended",
+            ended(Exit::Code(0)),
+            &[(Provisioning, Completed), (Ready, Completed), (Resuming, Completed), (Starting, Completed)],
+        ),
+        (
+            "lost",
+            ended(Exit::Lost("x".into())),
+            &[(Provisioning, Error), (Ready, Error), (Resuming, Error), (Starting, Error)],
+        ),
         ("host restarted", Event::HostRestarted, &[(Ready, Starting)]),
     ];
     for (name, event, moves) in facts {
@@ -123,7 +140,9 @@ fn the_restart_policy_decides_what_an_end_means() {
     ];
     for (policy, exit, wanted) in cases {
         let event = Event::Ended(Ended { run: Run(3), exit: exit.clone() });
-        let Next::To(to) = next(&at(Phase::Ready), &event, policy).unwrap() else { panic!("{policy:?} {exit:?}") };
+        let Next::To(to) = next(&at(Phase::Ready), &event, policy).unwrap() else {
+            panic!("{policy:?} {exit:?}")
+        };
         assert_eq!(to.phase, wanted, "{policy:?} {exit:?}");
         assert_eq!(to.run, if wanted == Phase::Starting { Run(4) } else { Run(3) });
         assert_eq!(to.restarts, u32::from(wanted == Phase::Starting));
@@ -133,7 +152,9 @@ fn the_restart_policy_decides_what_an_end_means() {
 #[test]
 fn a_boot_that_panics_is_an_error_whatever_the_policy() {
     let event = Event::Ended(Ended { run: Run(3), exit: Exit::Panic("no init".into()) });
-    let Next::To(to) = next(&at(Phase::Provisioning), &event, RestartPolicy::Always).unwrap() else { panic!() };
+    let Next::To(to) = next(&at(Phase::Provisioning), &event, RestartPolicy::Always).unwrap() else {
+        panic!()
+    };
     assert_eq!((to.phase, to.failure.unwrap().reason.as_str()), (Phase::Error, "KERNEL_PANIC"));
 }
 
@@ -148,7 +169,9 @@ fn a_stop_asked_for_disarms_every_restart() {
 #[test]
 fn missing_storage_is_never_made_anew_once_it_was_created() {
     for phase in [Phase::Provisioning, Phase::Resuming, Phase::Starting, Phase::Suspending, Phase::Ready] {
-        let Step::Happened(Event::Failed(f)) = step(&at(phase), &Observed::Missing) else { panic!("{phase}") };
+        let Step::Happened(Event::Failed(f)) = step(&at(phase), &Observed::Missing) else {
+            panic!("{phase}")
+        };
         assert_eq!(f.reason, "DATA_MISSING");
     }
 }

@@ -1,4 +1,5 @@
 //! The conformance list over the driver that only pretends: the suite is tested by it, and it by the suite.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::{
     sync::{Arc, Mutex},

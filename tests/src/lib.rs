@@ -92,13 +92,18 @@ fn busybox_tree(tree: &Path) {
     for dir in ["bin", "etc", "proc", "sys", "dev", "run", "tmp", "root", "home/worker", "var"] {
         fs::create_dir_all(tree.join(dir)).unwrap();
     }
-    let busybox = std::env::split_paths(&path_variable()).map(|d| d.join("busybox")).find(|p| p.is_file()).unwrap();
+    let busybox =
+        std::env::split_paths(&path_variable()).map(|d| d.join("busybox")).find(|p| p.is_file()).unwrap();
     fs::copy(&busybox, tree.join("bin/busybox")).unwrap();
     let list = Command::new(&busybox).arg("--list").output().unwrap();
     for applet in String::from_utf8(list.stdout).unwrap().lines().filter(|a| *a != "busybox") {
         let _ = symlink("busybox", tree.join("bin").join(applet));
     }
-    fs::write(tree.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\nworker:x:1000:1000::/home/worker:/bin/sh\n").unwrap();
+    fs::write(
+        tree.join("etc/passwd"),
+        "root:x:0:0:root:/root:/bin/sh\nworker:x:1000:1000::/home/worker:/bin/sh\n",
+    )
+    .unwrap();
     fs::write(tree.join("etc/group"), "root:x:0:\nworker:x:1000:\nusers:x:100:worker\n").unwrap();
     nix::unistd::chown(&tree.join("home/worker"), Some(1000.into()), Some(1000.into())).unwrap();
     fs::write(tree.join("complete"), "").unwrap();
@@ -187,7 +192,11 @@ impl Host {
         let end = Instant::now() + PATIENCE;
         while words(self) == before {
             let ended = child.try_wait().unwrap();
-            assert!(ended.is_none() && Instant::now() < end, "the gateway did not start ({ended:?}):\n{}", self.gateway_log());
+            assert!(
+                ended.is_none() && Instant::now() < end,
+                "the gateway did not start ({ended:?}):\n{}",
+                self.gateway_log()
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
         *self.gateway.lock().unwrap() = Some(child);
@@ -234,7 +243,8 @@ impl Host {
 
     /// Runs `torpor` with these arguments.
     pub fn run(&self, arguments: &[&str]) -> Output {
-        let mut child = self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child =
+            self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let (mut out, mut err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
         let read = |pipe: &mut dyn std::io::Read| {
             let mut data = Vec::new();
@@ -247,7 +257,8 @@ impl Host {
             let status = wait_at_most(&mut child, PATIENCE);
             (stdout.join().unwrap(), stderr.join().unwrap(), status)
         });
-        let status = status.unwrap_or_else(|| panic!("torpor {arguments:?} did not end\n{}", self.gateway_log()));
+        let status =
+            status.unwrap_or_else(|| panic!("torpor {arguments:?} did not end\n{}", self.gateway_log()));
         Output { status, stdout, stderr }
     }
 
@@ -256,7 +267,12 @@ impl Host {
         let output = self.run(arguments);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "torpor {arguments:?}: {}\n{text}{errors}\ngateway:\n{}", output.status, self.gateway_log());
+        assert!(
+            output.status.success(),
+            "torpor {arguments:?}: {}\n{text}{errors}\ngateway:\n{}",
+            output.status,
+            self.gateway_log()
+        );
         text
     }
 
@@ -264,7 +280,11 @@ impl Host {
     pub fn fails(&self, arguments: &[&str]) -> (i32, String) {
         let output = self.run(arguments);
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success(), "torpor {arguments:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));
+        assert!(
+            !output.status.success(),
+            "torpor {arguments:?} succeeded: {}",
+            String::from_utf8_lossy(&output.stdout)
+        );
         (output.status.code().unwrap_or(-1), errors)
     }
 
@@ -298,7 +318,8 @@ impl Host {
         if Path::new("/sys/class/net").join(tap).exists() {
             left.push(format!("TAP {tap}"));
         }
-        let rules = Command::new("nft").args(["list", "ruleset"]).env("PATH", path_variable()).output().unwrap();
+        let rules =
+            Command::new("nft").args(["list", "ruleset"]).env("PATH", path_variable()).output().unwrap();
         if String::from_utf8_lossy(&rules.stdout).contains(&format!("\"{tap}\"")) {
             left.push(format!("nftables element of {tap}"));
         }
@@ -342,9 +363,17 @@ impl Drop for Host {
             }
         }
         for family in ["inet", "bridge"] {
-            let table = if self.instance.is_empty() { "torpor".to_owned() } else { format!("torpor-{}", self.instance) };
+            let table = if self.instance.is_empty() {
+                "torpor".to_owned()
+            } else {
+                format!("torpor-{}", self.instance)
+            };
             let mut nft = Command::new("nft");
-            let _ = nft.args(["delete", "table", family, &table]).env("PATH", path_variable()).stderr(Stdio::null()).status();
+            let _ = nft
+                .args(["delete", "table", family, &table])
+                .env("PATH", path_variable())
+                .stderr(Stdio::null())
+                .status();
         }
     }
 }

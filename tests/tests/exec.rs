@@ -1,4 +1,5 @@
 //! Commands in a sandbox: what comes out, how they end, and what they can't do to the gateway.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::{
     fs,
@@ -36,7 +37,20 @@ fn commands_end_as_they_should_and_take_what_they_are_given() {
     assert_eq!((both.stdout.as_slice(), both.stderr.as_slice()), (&b"out\n"[..], &b"err\n"[..]));
 
     // Environment, folder, user.
-    let shown = host.ok(&["exec", "--env", "A=b c", "--workdir", "/tmp", "--user", "worker", "box", "--", "sh", "-c", "echo $A $PWD $(id -u):$(id -g) $HOME"]);
+    let shown = host.ok(&[
+        "exec",
+        "--env",
+        "A=b c",
+        "--workdir",
+        "/tmp",
+        "--user",
+        "worker",
+        "box",
+        "--",
+        "sh",
+        "-c",
+        "echo $A $PWD $(id -u):$(id -g) $HOME",
+    ]);
     assert_eq!(shown, "b c /tmp 1000:1000 /home/worker\n");
     assert!(host.fails(&["exec", "--user", "nobody-here", "box", "--", "true"]).1.contains("nobody-here"));
 
@@ -46,13 +60,23 @@ fn commands_end_as_they_should_and_take_what_they_are_given() {
     assert!(began.elapsed() < Duration::from_secs(60), "it waited for the background child");
 
     // An open stdin that never closes is not read without -i.
-    let mut child = host.command(&["exec", "box", "--", "cat"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = host
+        .command(&["exec", "box", "--", "cat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
     let open = child.stdin.take();
     assert!(wait_at_most(&mut child, Duration::from_secs(60)).unwrap().success());
     drop(open);
 
     // With -i it is, and its end is forwarded.
-    let mut child = host.command(&["exec", "-i", "box", "--", "sha256sum"]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = host
+        .command(&["exec", "-i", "box", "--", "sha256sum"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
     let data = vec![b'x'; 3 << 20];
     let mut stdin = child.stdin.take().unwrap();
     let sent = data.clone();
@@ -64,7 +88,8 @@ fn commands_end_as_they_should_and_take_what_they_are_given() {
     assert_eq!(sum.split_whitespace().next().unwrap(), format!("{:x}", Sha256::digest(&data)));
 
     // A timeout ends the whole tree, also children that made a session of their own.
-    let (timed_out, _) = host.fails(&["exec", "--timeout", "1s", "box", "--", "sh", "-c", "setsid sleep 4321 & sleep 4321"]);
+    let (timed_out, _) =
+        host.fails(&["exec", "--timeout", "1s", "box", "--", "sh", "-c", "setsid sleep 4321 & sleep 4321"]);
     assert_eq!(timed_out, 124);
     assert_eq!(host.sh("box", "ps | grep -c '[s]leep 4321' || true"), "0\n");
 }
@@ -77,10 +102,18 @@ fn a_terminal_has_its_size_before_the_command_begins() {
     let host = Host::new();
     host.ok(&["create", "box"]);
     // script(1) gives torpor a terminal; its size is set before torpor starts.
-    let inner = format!("stty rows 33 cols 101; {} exec -t box -- stty size", torpor_tests::torpor_program().display());
+    let inner = format!(
+        "stty rows 33 cols 101; {} exec -t box -- stty size",
+        torpor_tests::torpor_program().display()
+    );
     let command = host.command(&[]);
     let endpoint = command.get_envs().find(|(k, _)| *k == "TORPOR_ENDPOINT").unwrap().1.unwrap().to_owned();
-    let output = std::process::Command::new("script").args(["-qec", &inner, "/dev/null"]).env("TORPOR_ENDPOINT", endpoint).stdin(Stdio::null()).output().unwrap();
+    let output = std::process::Command::new("script")
+        .args(["-qec", &inner, "/dev/null"])
+        .env("TORPOR_ENDPOINT", endpoint)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(text.lines().next().map(str::trim), Some("33 101"), "{text}");
 }
@@ -94,7 +127,8 @@ fn two_hundred_megabytes_stream_whole_and_the_gateway_stays_small() {
     let host = Host::new();
     host.ok(&["create", "box"]);
     let script = format!("yes 0123456789abcdef | head -c {BYTES}");
-    let mut child = host.command(&["exec", "box", "--", "sh", "-c", &script]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child =
+        host.command(&["exec", "box", "--", "sh", "-c", &script]).stdout(Stdio::piped()).spawn().unwrap();
     let mut out = child.stdout.take().unwrap();
     let (mut hasher, mut buffer, mut read) = (Sha256::new(), vec![0; 1 << 16], 0_u64);
     loop {
@@ -131,7 +165,12 @@ fn a_suspend_ends_sessions_with_the_reason() {
     }
     let host = Host::new();
     host.ok(&["create", "box"]);
-    let mut child = host.command(&["exec", "box", "--", "sleep", "1000"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = host
+        .command(&["exec", "box", "--", "sleep", "1000"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     host.until("the command runs", |h| h.sh("box", "ps | grep -c '[s]leep 1000' || true") == "1\n");
     host.ok(&["suspend", "box"]);
     let status = wait_at_most(&mut child, Duration::from_secs(30)).expect("the session went on");

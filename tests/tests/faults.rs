@@ -1,4 +1,5 @@
 //! Bad input and damaged hosts: a clear error, the next command, and nothing lost.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::{
     fs::{self, File},
@@ -110,7 +111,11 @@ fn a_disk_held_by_another_process_names_it() {
     nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_OFD_SETLK(&lock)).unwrap();
     let (_, error) = host.fails(&["resume", "web"]);
     let me = std::process::id().to_string();
-    assert!(error.contains("LOCKED") && error.contains(&me), "process {me} holds descriptor {}: {error}", file.as_raw_fd());
+    assert!(
+        error.contains("LOCKED") && error.contains(&me),
+        "process {me} holds descriptor {}: {error}",
+        file.as_raw_fd()
+    );
     drop(file);
     host.ok(&["resume", "web"]);
 }
@@ -148,7 +153,8 @@ fn lifecycle_verbs_work_on_a_full_state_disk() {
     host.kill_gateway();
     // The state moves to a small file system of its own.
     let state = host.dir().join("state");
-    let mount = |arguments: &[&str]| assert!(Command::new("mount").args(arguments).status().unwrap().success());
+    let mount =
+        |arguments: &[&str]| assert!(Command::new("mount").args(arguments).status().unwrap().success());
     let kernels = fs::read_link(state.join("kernels")).unwrap();
     mount(&["-t", "tmpfs", "-o", "size=160m", "torpor-test", state.to_str().unwrap()]);
     struct Unmount(PathBuf);

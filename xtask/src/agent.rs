@@ -36,7 +36,9 @@ pub fn build(profile: &str) -> Result<(), String> {
     fs::create_dir_all(&dir).map_err(|e| format!("make {}: {e}", dir.display()))?;
     // A name of its own first: a gateway may be reading the old one.
     let new = dir.join(".torpor-agent.new");
-    fs::copy(&from, &new).and_then(|_| fs::rename(&new, &to)).map_err(|e| format!("copy {}: {e}", from.display()))?;
+    fs::copy(&from, &new)
+        .and_then(|_| fs::rename(&new, &to))
+        .map_err(|e| format!("copy {}: {e}", from.display()))?;
     println!("{}", to.display());
     Ok(())
 }

@@ -322,6 +322,22 @@ impl ComputeDriver for VmDriver {
         }
     }
 
+    fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
+        if spec.machine == "kvm" {
+            return Err(DriverError::Unsupported(
+                "machine: 'kvm' is not part of this version; use auto or qemu".into(),
+            ));
+        }
+        match spec.kernel.as_deref().map(std::fs::metadata) {
+            Some(Err(error)) => Err(DriverError::Invalid(format!(
+                "kernel: '{}': {error}",
+                spec.kernel.as_deref().unwrap_or_default()
+            ))),
+            Some(Ok(found)) if !found.is_file() => Err(DriverError::Invalid("kernel: not a file".to_owned())),
+            _ => Ok(()),
+        }
+    }
+
     async fn create(&self, id: &SandboxId, spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
         if spec.machine == "kvm" {
             return Err(DriverError::Unsupported(

@@ -49,6 +49,11 @@ impl Vm {
         let network = self.network(host);
         let mut client = AgentClient::new(self.channel.clone());
         loop {
+            // First an answer of any kind: a request that waits for a guest to boot would bring it an old time.
+            if self.status(CONFIGURE).await.is_none() {
+                sleep(AGAIN).await;
+                continue;
+            }
             let request = self.request(spec, network.clone());
             match timeout(CONFIGURE, client.configure(request)).await {
                 Ok(Ok(answer)) => {

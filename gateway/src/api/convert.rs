@@ -21,7 +21,8 @@ pub fn duration(d: Duration) -> Option<prost_types::Duration> {
 
 /// A duration from a client: none, or not negative.
 pub fn given(d: Option<prost_types::Duration>, field: &'static str) -> Result<Option<Duration>, ApiError> {
-    d.map(|d| Duration::try_from(d).map_err(|_| ApiError::invalid(field, "a duration can't be negative"))).transpose()
+    d.map(|d| Duration::try_from(d).map_err(|_| ApiError::invalid(field, "a duration can't be negative")))
+        .transpose()
 }
 
 pub fn phase(phase: Phase) -> v1::Phase {
@@ -81,7 +82,9 @@ pub fn wish(request: v1::CreateSandboxRequest) -> Result<Wish, ApiError> {
         Ok(v1::RestartPolicy::Unspecified | v1::RestartPolicy::Never) => RestartPolicy::Never,
         Ok(v1::RestartPolicy::OnFailure) => RestartPolicy::OnFailure,
         Ok(v1::RestartPolicy::Always) => RestartPolicy::Always,
-        Err(_) => return Err(ApiError::invalid("restart_policy", format!("{} is not known", spec.restart_policy))),
+        Err(_) => {
+            return Err(ApiError::invalid("restart_policy", format!("{} is not known", spec.restart_policy)));
+        }
     };
     let resources = spec.resources.unwrap_or_default();
     let text = |s: String| Some(s).filter(|s| !s.is_empty());

@@ -57,7 +57,9 @@ pub async fn exec(service: Shared, mut input: Streaming<v1::ExecInput>) -> Resul
             let (message, last) = match next {
                 Some(Ok(message)) => convert_output(message, &record),
                 // A broken stream and a suspend come together: say which it was.
-                Some(Err(_)) | None if session.is_cancelled() => (Err(left_ready(&service, &record).await), true),
+                Some(Err(_)) | None if session.is_cancelled() => {
+                    (Err(left_ready(&service, &record).await), true)
+                }
                 Some(Err(status)) => (Err(agent_failed(&record, &status)), true),
                 None => (Err(Status::unavailable("the agent ended the stream without an exit code")), true),
             };
@@ -170,5 +172,9 @@ pub fn agent_failed(record: &Record, status: &Status) -> Status {
         _ => Code::Unavailable,
     };
     let message = format!("the agent of sandbox '{}': {}", record.name, status.message());
-    to_status(ApiError::new(code, "AGENT_FAILED", message).about(record).with("next", format!("torpor get {}", record.name)))
+    to_status(
+        ApiError::new(code, "AGENT_FAILED", message)
+            .about(record)
+            .with("next", format!("torpor get {}", record.name)),
+    )
 }

@@ -49,14 +49,19 @@ fn failed(error: &Error) -> Status {
     to_status(ApiError::new(code, reason, message))
 }
 
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Error> + Send + 'static) -> Result<T, Status> {
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> Result<T, Status> {
     let done = tokio::task::spawn_blocking(work).await.map_err(|e| to_status(ApiError::internal(e)))?;
     done.map_err(|e| failed(&e))
 }
 
 impl ImagesApi {
     /// Runs a build, streaming its steps. A client that goes away does not end it.
-    fn stream(&self, work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Image, Error> + Send + 'static) -> Steps {
+    fn stream(
+        &self,
+        work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Image, Error> + Send + 'static,
+    ) -> Steps {
         let (out, steps) = mpsc::channel(BUFFER);
         let service = self.0.clone();
         tokio::spawn(async move {
@@ -94,7 +99,10 @@ fn progress(step: &str, detail: &str) -> v1::ImageProgress {
 
 #[tonic::async_trait]
 impl v1::images_server::Images for ImagesApi {
-    async fn list(&self, _: Request<v1::ListImagesRequest>) -> Result<Response<v1::ListImagesResponse>, Status> {
+    async fn list(
+        &self,
+        _: Request<v1::ListImagesRequest>,
+    ) -> Result<Response<v1::ListImagesResponse>, Status> {
         let catalog = self.0.images.clone();
         let list = blocking(move || catalog.list()).await?;
         let mut images = Vec::with_capacity(list.len());
@@ -124,12 +132,17 @@ impl v1::images_server::Images for ImagesApi {
         let request = request.into_inner();
         let path = PathBuf::from(&request.path);
         if !path.is_absolute() {
-            return Err(to_status(ApiError::invalid("path", "an absolute path on the gateway's host is needed")));
+            return Err(to_status(ApiError::invalid(
+                "path",
+                "an absolute path on the gateway's host is needed",
+            )));
         }
         let source = match std::fs::metadata(&path) {
             Ok(found) if found.is_dir() => Source::Dir(path),
             Ok(_) => Source::Tar(path),
-            Err(error) => return Err(to_status(ApiError::invalid("path", format!("'{}': {error}", path.display())))),
+            Err(error) => {
+                return Err(to_status(ApiError::invalid("path", format!("'{}': {error}", path.display()))));
+            }
         };
         let catalog = self.0.images.clone();
         Ok(Response::new(self.stream(move |tell| catalog.import(&request.name, &source, tell))))

@@ -30,16 +30,23 @@ type Out = mpsc::Sender<Result<v1::LogChunk, Status>>;
 pub async fn logs(service: Shared, request: v1::LogsRequest) -> Result<Chunks, Status> {
     let record = service.store.get(&request.sandbox).await.map_err(|e| to_status(e.into()))?;
     let source = match Source::try_from(request.source) {
-        Ok(Source::Unspecified) if record.spec.command.is_empty() || record.state.phase != torpor_sandbox::Phase::Ready => Source::Console,
+        Ok(Source::Unspecified)
+            if record.spec.command.is_empty() || record.state.phase != torpor_sandbox::Phase::Ready =>
+        {
+            Source::Console
+        }
         Ok(Source::Unspecified) => Source::Main,
         Ok(source) => source,
-        Err(_) => return Err(to_status(ApiError::invalid("source", format!("{} is not known", request.source)))),
+        Err(_) => {
+            return Err(to_status(ApiError::invalid("source", format!("{} is not known", request.source))));
+        }
     };
     let (out, chunks) = mpsc::channel(BUFFER);
     if source == Source::Main {
         let (record, channel, session) = service.connect(&request.sandbox).await.map_err(to_status)?;
         let mut client = agent::agent_client::AgentClient::new(channel);
-        let events = client.events(agent::EventsRequest {}).await.map_err(|s| exec::agent_failed(&record, &s))?;
+        let events =
+            client.events(agent::EventsRequest {}).await.map_err(|s| exec::agent_failed(&record, &s))?;
         tokio::spawn(async move {
             tokio::select! {
                 () = main_output(events.into_inner(), &request, &out) => {}
@@ -110,7 +117,9 @@ async fn console(service: &Shared, record: &Record, request: &v1::LogsRequest, o
     loop {
         tokio::time::sleep(LOOK).await;
         match service.store.get(record.id.as_str()).await {
-            Ok(latest) if latest.state.phase == torpor_sandbox::Phase::Ready || !latest.state.phase.is_settled() => {}
+            Ok(latest)
+                if latest.state.phase == torpor_sandbox::Phase::Ready || !latest.state.phase.is_settled() => {
+            }
             _ => return,
         }
         let now = driver.console(&record.id, CONSOLE).await;

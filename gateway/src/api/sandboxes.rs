@@ -3,9 +3,9 @@
 use std::{pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt as _};
+use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::v1;
 use torpor_sandbox::{Phase, Request as Ask};
-use tonic::{Request, Response, Status, Streaming};
 
 use super::{Shared, convert, exec, to_status, watch};
 use crate::{
@@ -68,14 +68,16 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
     }
 
     async fn get(&self, request: Request<v1::GetSandboxRequest>) -> Reply<v1::Sandbox> {
-        let record = self.0.store.get(&request.into_inner().sandbox).await.map_err(|e| to_status(e.into()))?;
+        let record =
+            self.0.store.get(&request.into_inner().sandbox).await.map_err(|e| to_status(e.into()))?;
         Ok(Response::new(self.show(Arc::new(record)).await))
     }
 
     async fn list(&self, request: Request<v1::ListSandboxesRequest>) -> Reply<v1::ListSandboxesResponse> {
         let request = request.into_inner();
         let size = page_size(request.page_size).map_err(to_status)?;
-        let selector: Selector = request.label_selector.parse().map_err(|e: crate::store::StoreError| to_status(e.into()))?;
+        let selector: Selector =
+            request.label_selector.parse().map_err(|e: crate::store::StoreError| to_status(e.into()))?;
         let page = self.0.store.list(size, token(request.page_token), selector).await;
         let page = page.map_err(|e| to_status(e.into()))?;
         let views = futures::stream::iter(page.rows).map(|record| self.0.view(Arc::new(record)));

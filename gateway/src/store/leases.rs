@@ -44,7 +44,13 @@ fn loan_of(row: &Row<'_>) -> rusqlite::Result<Loan> {
     let cpus: CpuSet = cpus.parse().map_err(|e| {
         rusqlite::Error::FromSqlConversionFailure(3, rusqlite::types::Type::Text, Box::new(e))
     })?;
-    Ok(Loan { sandbox_id: row.get(0)?, run: row.get(1)?, slot: Slot(row.get(2)?), cpus, memory_bytes: row.get(4)? })
+    Ok(Loan {
+        sandbox_id: row.get(0)?,
+        run: row.get(1)?,
+        slot: Slot(row.get(2)?),
+        cpus,
+        memory_bytes: row.get(4)?,
+    })
 }
 
 const LOANS: &str = "SELECT sandbox_id, run, slot, cpus, memory_bytes FROM leases";
@@ -70,7 +76,13 @@ pub fn release(conn: &Connection, id: &SandboxId) -> Result<bool, StoreError> {
     Ok(slot.is_some())
 }
 
-fn lend(conn: &Connection, limits: &PoolLimits, id: &SandboxId, run: Run, want: Want) -> Result<Loan, StoreError> {
+fn lend(
+    conn: &Connection,
+    limits: &PoolLimits,
+    id: &SandboxId,
+    run: Run,
+    want: Want,
+) -> Result<Loan, StoreError> {
     if let Some(loan) = one(conn, id.as_str())?
         && loan.run == run.0
     {
@@ -174,7 +186,10 @@ impl Ledger for Store {
 
 impl Store {
     /// Drivers read the ledger from any thread, at most once a start.
-    fn read_loans<T>(&self, query: impl FnOnce(&Connection) -> Result<T, StoreError>) -> Result<T, LedgerError> {
+    fn read_loans<T>(
+        &self,
+        query: impl FnOnce(&Connection) -> Result<T, StoreError>,
+    ) -> Result<T, LedgerError> {
         let conn = self.ledger.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         query(&conn).map_err(LedgerError::new)
     }

@@ -28,7 +28,8 @@ impl StateLock {
             move |source| StoreError::Io { action, path, source }
         };
         let mut options = OpenOptions::new();
-        let file = options.read(true).write(true).create(true).truncate(false).open(&path).map_err(io("open"))?;
+        let file =
+            options.read(true).write(true).create(true).truncate(false).open(&path).map_err(io("open"))?;
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(mut file) => {
                 file.set_len(0).map_err(io("write"))?;

@@ -116,7 +116,9 @@ pub enum StoreError {
         known: usize,
     },
     /// The file is damaged.
-    #[error("database '{path}' is damaged: {detail}; restore a backup, or move the file away to begin anew (the workspaces under sandboxes/ are kept)")]
+    #[error(
+        "database '{path}' is damaged: {detail}; restore a backup, or move the file away to begin anew (the workspaces under sandboxes/ are kept)"
+    )]
     Damaged {
         /// The file.
         path: String,
@@ -184,7 +186,9 @@ impl Store {
         check(&conn, &path)?;
         schema::migrate(&conn)?;
         if !schema::keep_reserve(&conn)? {
-            tracing::warn!("no space for the database's reserve: free some, or lifecycle verbs may fail on a full disk");
+            tracing::warn!(
+                "no space for the database's reserve: free some, or lifecycle verbs may fail on a full disk"
+            );
         }
         let readers = (0..READERS).map(|_| connect(&path, false)).collect::<Result<_, _>>()?;
         let ledger = Mutex::new(connect(&path, false)?);
@@ -244,7 +248,8 @@ impl Store {
             });
             (keep, completion)
         });
-        let sender = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(StoreError::Closed)?;
+        let sender =
+            self.jobs.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(StoreError::Closed)?;
         match sender.try_send(job) {
             Ok(()) => {}
             Err(mpsc::TrySendError::Full(job)) => {

@@ -105,7 +105,12 @@ impl FromStr for Selector {
                 Term::Is(k, _) | Term::IsNot(k, _) | Term::Has(k) | Term::HasNot(k) => k,
             };
             let fits = !key.is_empty() && !key.contains(|c: char| c.is_whitespace() || c.is_control());
-            let wrong = || StoreError::BadToken(format!("label selector: '{}' is not key=value, key!=value, key or !key", term.escape_debug()));
+            let wrong = || {
+                StoreError::BadToken(format!(
+                    "label selector: '{}' is not key=value, key!=value, key or !key",
+                    term.escape_debug()
+                ))
+            };
             fits.then_some(parsed).ok_or_else(wrong)
         });
         terms.collect::<Result<_, _>>().map(Self)
@@ -363,9 +368,16 @@ fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, Store
 
 fn remember(conn: &Connection, key: &RequestKey, id: &SandboxId) -> Result<(), StoreError> {
     let at = now();
-    conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4)")?.execute((&key.id, key.verb, id.as_str(), at))?;
-    conn.prepare_cached("DELETE FROM requests WHERE request_id IN (SELECT request_id FROM requests WHERE at_ms < ?1 LIMIT 8)")?
-        .execute([at - REQUESTS_MS])?;
+    conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4)")?.execute((
+        &key.id,
+        key.verb,
+        id.as_str(),
+        at,
+    ))?;
+    conn.prepare_cached(
+        "DELETE FROM requests WHERE request_id IN (SELECT request_id FROM requests WHERE at_ms < ?1 LIMIT 8)",
+    )?
+    .execute([at - REQUESTS_MS])?;
     Ok(())
 }
 
@@ -374,7 +386,11 @@ impl Store {
     ///
     /// # Errors
     /// `NameTaken`, `RequestReused`, `NotFound` (the first one was deleted meanwhile), or the database's.
-    pub async fn create(&self, new: NewSandbox, request: Option<RequestKey>) -> Result<Arc<Record>, StoreError> {
+    pub async fn create(
+        &self,
+        new: NewSandbox,
+        request: Option<RequestKey>,
+    ) -> Result<Arc<Record>, StoreError> {
         self.write(move |conn, changes| {
             if let Some(key) = &request {
                 if let Some(id) = replayed(conn, key)? {

@@ -80,14 +80,20 @@ pub fn migrate(conn: &Connection) -> Result<(), StoreError> {
         return Err(StoreError::Newer { found: at, known: MIGRATIONS.len() });
     }
     for (number, migration) in MIGRATIONS.iter().enumerate().skip(at) {
-        conn.execute_batch(&format!("BEGIN IMMEDIATE; {migration} PRAGMA user_version = {}; COMMIT;", number + 1))?;
+        conn.execute_batch(&format!(
+            "BEGIN IMMEDIATE; {migration} PRAGMA user_version = {}; COMMIT;",
+            number + 1
+        ))?;
     }
     Ok(())
 }
 
 /// A value of the `meta` table.
 pub fn meta(conn: &Connection, key: &str) -> Result<Option<String>, StoreError> {
-    Ok(conn.prepare_cached("SELECT value FROM meta WHERE key = ?1")?.query_row([key], |row| row.get(0)).optional()?)
+    Ok(conn
+        .prepare_cached("SELECT value FROM meta WHERE key = ?1")?
+        .query_row([key], |row| row.get(0))
+        .optional()?)
 }
 
 /// Sets a value of the `meta` table.

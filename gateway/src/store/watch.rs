@@ -35,7 +35,9 @@ impl FromStr for Cursor {
 
     fn from_str(text: &str) -> Result<Self, StoreError> {
         let number = text.strip_prefix("c1.").and_then(|n| n.parse().ok());
-        number.map(Self).ok_or_else(|| StoreError::BadToken(format!("'{}' is not a cursor of ours", text.escape_debug())))
+        number
+            .map(Self)
+            .ok_or_else(|| StoreError::BadToken(format!("'{}' is not a cursor of ours", text.escape_debug())))
     }
 }
 
@@ -90,17 +92,22 @@ impl Store {
         self.read(move |conn| {
             // One snapshot: what is read belongs together.
             let snapshot = conn.unchecked_transaction()?;
-            let forgotten = schema::meta(&snapshot, "forgotten")?.and_then(|n| n.parse().ok()).unwrap_or(0_u64);
+            let forgotten =
+                schema::meta(&snapshot, "forgotten")?.and_then(|n| n.parse().ok()).unwrap_or(0_u64);
             let last = last_change(&snapshot)?;
             let after = match cursor {
-                Some(Cursor(number)) if number < forgotten || number > last => return Err(StoreError::CursorTooOld),
+                Some(Cursor(number)) if number < forgotten || number > last => {
+                    return Err(StoreError::CursorTooOld);
+                }
                 Some(Cursor(number)) => number,
                 None => 0,
             };
             let changed = sandboxes::changed_after(&snapshot, after)?;
             let deleted = if cursor.is_some() {
                 snapshot
-                    .prepare_cached("SELECT id, name, change FROM tombstones WHERE change > ?1 ORDER BY change")?
+                    .prepare_cached(
+                        "SELECT id, name, change FROM tombstones WHERE change > ?1 ORDER BY change",
+                    )?
                     .query_map([after], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?
                     .collect::<Result<_, _>>()?
             } else {
