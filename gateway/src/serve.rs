@@ -12,7 +12,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 use torpor_driver_vm::{VmConfig, VmDriver};
-use torpor_images::Catalog;
+use torpor_images::{Catalog, Kernels};
 use torpor_netpool::{CpuSet, policy::Budget};
 use torpor_proto::v1::{
     gateway_server::GatewayServer, images_server::ImagesServer, sandboxes_server::SandboxesServer,
@@ -147,6 +147,7 @@ impl Gateway {
             progress: Arc::new(Progress::default()),
             sessions: Arc::new(Sessions::default()),
             images: Catalog::open(&config.state_dir)?,
+            kernels: Kernels::open(&config.state_dir)?,
             image_gate: tokio::sync::RwLock::default(),
             building: tokio::sync::Mutex::default(),
             defaults: config.defaults.clone(),

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use tokio::sync::broadcast::error::RecvError;
-use torpor_images::Catalog;
+use torpor_images::{Catalog, Kernels};
 use torpor_sandbox::{
     ComputeDriver, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId, SandboxName,
     SandboxSpec,
@@ -32,6 +32,8 @@ pub struct Service {
     pub sessions: Arc<Sessions>,
     /// Images.
     pub images: Catalog,
+    /// Guest kernels.
+    pub kernels: Kernels,
     /// Held for reading while a create pins an image, for writing while one is removed.
     pub image_gate: tokio::sync::RwLock<()>,
     /// One image is built at a time.
@@ -143,7 +145,7 @@ impl Service {
         validate_labels(&wish.labels)?;
         let labels = wish.labels.clone();
         let _pinned = self.image_gate.read().await;
-        let spec = self.resolve(wish).await?;
+        let spec = self.resolve(wish, &name).await?;
         spec.validate(self.host)?;
         self.driver(&spec.driver)?.check(&spec)?;
         let new = NewSandbox { id: SandboxId::generate(), name: name.to_string(), labels, spec };
@@ -151,7 +153,7 @@ impl Service {
     }
 
     /// Fills in the defaults and pins the image.
-    async fn resolve(&self, wish: Wish) -> Result<SandboxSpec, ApiError> {
+    async fn resolve(&self, wish: Wish, name: &SandboxName) -> Result<SandboxSpec, ApiError> {
         let driver =
             wish.driver.filter(|d| !d.is_empty()).unwrap_or_else(|| self.drivers.default_name().to_owned());
         self.driver(&driver)?;
@@ -177,6 +179,7 @@ impl Service {
         }
         Ok(SandboxSpec {
             driver,
+            hostname: name.to_string(),
             image,
             image_digest,
             command: wish.command,

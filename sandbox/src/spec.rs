@@ -22,6 +22,9 @@ pub const RESERVED_PREFIX: &str = "torpor.dev/";
 pub struct SandboxSpec {
     /// The compute driver's name: "vm", "sim".
     pub driver: String,
+    /// What the guest calls itself: the sandbox's name. Empty: its id.
+    #[serde(default)]
+    pub hostname: String,
     /// Image name or digest as asked for.
     pub image: String,
     /// Digest that `image` stood for when the sandbox was created, "sha256:…". The base of its disk for ever.
@@ -276,6 +279,7 @@ pub(crate) mod tests {
     pub(crate) fn spec() -> SandboxSpec {
         SandboxSpec {
             driver: "sim".into(),
+            hostname: "web".into(),
             image: "debian".into(),
             image_digest: "sha256:0".into(),
             command: vec![],

@@ -30,6 +30,7 @@ impl Harness for Sim {
     fn spec(&self) -> SandboxSpec {
         SandboxSpec {
             driver: "sim".into(),
+            hostname: String::new(),
             image: "any".into(),
             image_digest: "sha256:any".into(),
             command: vec![],

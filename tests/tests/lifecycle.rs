@@ -197,6 +197,7 @@ fn the_disk_is_as_large_as_asked_for_and_the_guest_reaches_its_gateway_only() {
     let kib: u64 = host.sh("web", "df -k / | tail -n 1 | awk '{print $2}'").trim().parse().unwrap();
     assert!(kib > 2_700_000, "the root file system has {kib} KiB");
     assert_eq!(host.sh("web", "nproc"), "2\n");
+    assert_eq!(host.sh("web", "hostname"), "web\n");
     let disk = host.get("web")["disk"].clone();
     assert_eq!(disk["virtual_bytes"], 3_u64 << 30);
     assert!(disk["used_bytes"].as_u64().unwrap() < 64 << 20, "{disk}");

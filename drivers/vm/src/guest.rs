@@ -103,7 +103,10 @@ impl Vm {
         ConfigureRequest {
             run: self.record.run.0,
             sandbox_id: self.record.sandbox.to_string(),
-            hostname: self.record.sandbox.to_string(),
+            hostname: match spec.hostname.as_str() {
+                "" => self.record.sandbox.to_string(),
+                name => name.to_owned(),
+            },
             time: Some(SystemTime::now().into()),
             network,
             environment: spec.environment.clone().into_iter().collect(),

@@ -74,11 +74,20 @@ impl ImagesApi {
                 }
             };
             let to_client = out.clone();
+            let kernels = service.kernels.clone();
             let done = blocking(move || {
-                work(&mut |step: Progress| {
+                let mut tell = |step: Progress| {
                     // A slow client misses some lines of detail.
                     let _ = to_client.try_send(Ok(progress(step.step, &step.detail)));
-                })
+                };
+                let image = work(&mut tell)?;
+                // So that the first create need not wait for it. Without package sources an image is still good: for
+                // sandboxes with a kernel of their own.
+                if let Err(error) = kernels.ensure_default(&mut tell) {
+                    tracing::warn!(%error, "the default guest kernel is not there yet");
+                    tell(Progress { step: "no guest kernel", detail: error.to_string() });
+                }
+                Ok(image)
             })
             .await;
             let last = done.map(|image| v1::ImageProgress {

@@ -8,6 +8,9 @@ use crate::error::{ApiError, Code};
 /// The domain of every reason of ours.
 pub const DOMAIN: &str = "torpor";
 
+/// Longest message, characters.
+const LONGEST_MESSAGE: usize = 1500;
+
 /// A gRPC status with google.rpc.ErrorInfo.
 pub fn to_status(error: ApiError) -> Status {
     let code = match error.code {
@@ -27,7 +30,8 @@ pub fn to_status(error: ApiError) -> Status {
         tracing::warn!(reason = error.reason, error = error.message, "answered with an internal error");
     }
     let metadata: std::collections::HashMap<_, _> = error.metadata.into_iter().collect();
+    // Message and details travel in headers, which have a limit (hyper: 16 KiB in all).
+    let message: String = error.message.chars().take(LONGEST_MESSAGE).collect();
     let details = ErrorDetails::with_error_info(error.reason, DOMAIN, metadata);
-    // Details travel in a header: what does not fit there is left out by whoever fills the metadata.
-    Status::with_error_details(code, error.message, details)
+    Status::with_error_details(code, message, details)
 }

@@ -155,6 +155,7 @@ fn raw(row: &Row<'_>) -> rusqlite::Result<(Record, [String; 3])> {
 fn empty_spec() -> SandboxSpec {
     SandboxSpec {
         driver: String::new(),
+        hostname: String::new(),
         image: String::new(),
         image_digest: String::new(),
         command: Vec::new(),

@@ -180,6 +180,7 @@ impl Bench {
     pub fn spec(&self) -> SandboxSpec {
         SandboxSpec {
             driver: "vm".into(),
+            hostname: String::new(),
             image: "busybox".into(),
             image_digest: self.digest.clone(),
             command: vec![],
