@@ -362,19 +362,9 @@ impl Drop for Host {
                 let _ = kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGKILL);
             }
         }
-        for family in ["inet", "bridge"] {
-            let table = if self.instance.is_empty() {
-                "torpor".to_owned()
-            } else {
-                format!("torpor-{}", self.instance)
-            };
-            let mut nft = Command::new("nft");
-            let _ = nft
-                .args(["delete", "table", family, &table])
-                .env("PATH", path_variable())
-                .stderr(Stdio::null())
-                .status();
-        }
+        let mut nft = Command::new("nft");
+        let table = format!("torpor_{}", self.instance);
+        let _ = nft.args(["delete", "table", "inet", &table]).env("PATH", path_variable()).stderr(Stdio::null()).status();
     }
 }
 
