@@ -47,7 +47,7 @@ pub struct Defaults {
     pub memory_bytes: u64,
     /// Bytes of disk; at least the image's size is taken.
     pub disk_bytes: u64,
-    /// For processes to end at suspend, stop and delete, seconds.
+    /// For processes to end at suspend and stop, seconds.
     pub stop_grace_seconds: u64,
 }
 

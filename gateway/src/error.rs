@@ -157,6 +157,7 @@ impl From<StoreError> for ApiError {
             }
             StoreError::RequestReused(_) => Self::new(Code::InvalidArgument, "REQUEST_ID_REUSED", message),
             StoreError::Exhausted(_) => Self::new(Code::ResourceExhausted, "EXHAUSTED", message),
+            StoreError::NeverFits(_) => Self::new(Code::InvalidArgument, "NEVER_FITS", message),
             StoreError::BadToken(_) => Self::new(Code::InvalidArgument, "BAD_TOKEN", message),
             StoreError::CursorTooOld => Self::new(Code::OutOfRange, "CURSOR_TOO_OLD", message),
             StoreError::Closed => Self::new(Code::Unavailable, "SHUTTING_DOWN", message),

@@ -64,9 +64,9 @@ impl Progress {
         }
     }
 
-    /// A step begins.
+    /// A step begins; what stood in the way of the last one is forgotten.
     pub fn step(&self, id: &SandboxId, step: &'static str) {
-        self.update(id, |now| now.step = step);
+        self.update(id, |now| *now = Now { step, trouble: None });
     }
 
     /// A step failed and is tried again.

@@ -6,6 +6,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    panic::AssertUnwindSafe,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -13,13 +14,14 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use futures::StreamExt as _;
+use futures::{FutureExt as _, StreamExt as _};
 use rand::Rng as _;
 use tokio::sync::{Notify, Semaphore, broadcast};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_netpool::policy::Want;
 use torpor_sandbox::{
-    ComputeDriver, DriverError, Event, Failure, Keep, Phase, SandboxId, State, Step, lifecycle::step,
+    ComputeDriver, DriverError, Event, Exit, Failure, Keep, Phase, Run, SandboxId, State, Step,
+    lifecycle::step,
 };
 
 use crate::{
@@ -33,8 +35,12 @@ use crate::{
 const START_ATTEMPTS: u32 = 5;
 /// Starts at once, per host CPU.
 const BOOTS_PER_CPU: usize = 4;
-/// Creates, stops and deletes at once.
+/// Stops at once.
+const STOPS: usize = 256;
+/// Creates and deletes at once.
 const OTHERS: usize = 64;
+/// Longest message of a failure, characters.
+const LONGEST_MESSAGE: usize = 2000;
 /// Console kept with a failure, bytes.
 const CONSOLE_TAIL: usize = 4096;
 const FIRST_DELAY: Duration = Duration::from_millis(200);
@@ -52,6 +58,7 @@ pub struct Reconciler {
     /// Those that wait for something of the host.
     hungry: Mutex<HashSet<SandboxId>>,
     boots: Semaphore,
+    stops: Semaphore,
     others: Semaphore,
     tasks: TaskTracker,
     end: CancellationToken,
@@ -80,9 +87,18 @@ enum Done {
 #[derive(Default)]
 struct Backoff {
     failures: u32,
+    /// Starts of this run that failed in a way that a repeat may mend.
+    starts: (Run, u32),
 }
 
 impl Backoff {
+    /// One more failed start of `run`; how many there were.
+    fn start_failed(&mut self, run: Run) -> u32 {
+        let before = if self.starts.0 == run { self.starts.1 } else { 0 };
+        self.starts = (run, before + 1);
+        before + 1
+    }
+
     fn next(&mut self) -> Duration {
         let factor = 1_u32 << self.failures.min(10);
         self.failures = self.failures.saturating_add(1);
@@ -113,6 +129,7 @@ impl Reconciler {
             workers: Mutex::default(),
             hungry: Mutex::default(),
             boots: Semaphore::new(cpus * BOOTS_PER_CPU),
+            stops: Semaphore::new(STOPS),
             others: Semaphore::new(OTHERS),
             tasks: TaskTracker::new(),
             end,
@@ -160,10 +177,20 @@ impl Reconciler {
                 }
                 Err(broadcast::error::RecvError::Lagged(missed)) => {
                     tracing::warn!(missed, "fell behind: looking at everything that is not at rest");
-                    self.sessions.revoke_all();
+                    self.revoke_those_not_ready().await;
                     self.look_at_unsettled().await;
                 }
                 Err(broadcast::error::RecvError::Closed) => return,
+            }
+        }
+    }
+
+    async fn revoke_those_not_ready(&self) {
+        for id in self.sessions.ids() {
+            let ready =
+                self.store.get(id.as_str()).await.is_ok_and(|record| record.state.phase == Phase::Ready);
+            if !ready {
+                self.sessions.revoke(&id);
             }
         }
     }
@@ -207,9 +234,18 @@ impl Reconciler {
         self.tasks.spawn(async move {
             let end = this.end.clone();
             // A gateway that ends drops what is under way, as a killed one would; the next one goes on from there.
-            tokio::select! {
-                () = this.work(&id, &worker) => {}
-                () = end.cancelled() => {}
+            let work = AssertUnwindSafe(this.work(&id, &worker)).catch_unwind();
+            let panicked = tokio::select! {
+                done = work => done.is_err(),
+                () = end.cancelled() => false,
+            };
+            if panicked {
+                tracing::error!(%id, "a turn panicked; it is taken again in a while");
+                locked(&this.workers).remove(&id);
+                tokio::select! {
+                    () = tokio::time::sleep(LONGEST_DELAY) => this.look(&id),
+                    () = end.cancelled() => {}
+                }
             }
         });
     }
@@ -304,7 +340,9 @@ impl Reconciler {
         backoff: &mut Backoff,
     ) -> Turn {
         let console = match &event {
-            Event::Ended(_) | Event::Failed(_) => tail(driver, &record.id).await,
+            Event::Ended(ended) if matches!(ended.exit, Exit::Panic(_) | Exit::Lost(_)) => {
+                tail(driver, &record.id).await
+            }
             _ => String::new(),
         };
         match self
@@ -422,7 +460,12 @@ impl Reconciler {
         verb: &Step,
     ) -> Result<Done, DriverError> {
         let (id, spec, state) = (&record.id, &record.spec, &record.state);
-        let pool = if matches!(verb, Step::Start(_)) { &self.boots } else { &self.others };
+        let pool = match verb {
+            Step::Start(_) => &self.boots,
+            // Stops wait for guests, which may take their time: they have places of their own.
+            Step::Stop(_) => &self.stops,
+            _ => &self.others,
+        };
         let _permit = pool.acquire().await.map_err(|e| DriverError::backend("waiting for a turn", e))?;
         match verb {
             Step::Create => {
@@ -432,10 +475,14 @@ impl Reconciler {
             Step::Start(from) => {
                 if driver.capabilities().needs_loan {
                     let want = Want { cpus: spec.resources.cpus, memory_bytes: spec.resources.memory_bytes };
+                    // Hungry first: what is given back from now on is not missed.
+                    locked(&self.hungry).insert(id.clone());
                     self.store.lend(id, state.run, want).await.map_err(|e| match e {
                         StoreError::Exhausted(what) => DriverError::Exhausted(what),
+                        StoreError::NeverFits(what) => DriverError::Invalid(what),
                         other => DriverError::backend("writing the loan", other),
                     })?;
+                    locked(&self.hungry).remove(id);
                 }
                 driver.start(id, *from, state.run).await?;
                 Ok(Done::Event { event: Event::Started(state.run), release: false })
@@ -475,13 +522,12 @@ impl Reconciler {
             // its nature is given up.
             Step::Delete => true,
             Step::Stop(_) => !matches!(error, DriverError::Unsupported(_)) || record.state.phase.is_settled(),
-            _ => exhausted || (error.is_transient() && backoff.failures + 1 < START_ATTEMPTS),
+            _ => {
+                exhausted || (error.is_transient() && backoff.start_failed(record.state.run) < START_ATTEMPTS)
+            }
         };
         self.progress.trouble(id, Trouble::new(reason, message.clone()));
         if retry {
-            if exhausted {
-                locked(&self.hungry).insert(id.clone());
-            }
             let delay = backoff.next();
             tracing::warn!(%id, verb = step_name(verb), reason, error = message, ?delay, "failed, will be tried again");
             return Turn::Later(delay);
@@ -504,7 +550,7 @@ impl Reconciler {
 /// Whether a verb that was begun for `then` is still what `now` wants.
 fn wants(now: &State, then: &State, verb: &Step) -> bool {
     match verb {
-        Step::Create => !now.created,
+        Step::Create => !now.created && now.phase != Phase::Deleting,
         Step::Start(_) => now.phase.is_booting() && now.run == then.run && now.keep == then.keep,
         // A stop that became a suspend, or the other way round, is the same work while it keeps the same.
         Step::Stop(keep) => {
@@ -524,8 +570,10 @@ fn restart_delay(record: &Record) -> Option<Duration> {
         return None;
     }
     let factor = 1_u32 << (record.state.restarts - 1).min(6);
-    let due = record.since + Duration::from_secs(1).saturating_mul(factor).min(Duration::from_secs(60));
-    due.duration_since(SystemTime::now()).ok().filter(|d| !d.is_zero())
+    let pause = Duration::from_secs(1).saturating_mul(factor).min(Duration::from_secs(60));
+    let left = (record.since + pause).duration_since(SystemTime::now()).ok().filter(|d| !d.is_zero());
+    // A clock that was set back must not make it longer.
+    left.map(|left| left.min(pause))
 }
 
 fn step_name(step: &Step) -> &'static str {
@@ -588,5 +636,6 @@ fn chain(error: &DriverError) -> String {
         }
         source = cause.source();
     }
-    text
+    // Some of it may be a guest's words.
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST_MESSAGE).collect()
 }

@@ -134,11 +134,16 @@ impl Gateway {
     ) -> Result<Self, ServeError> {
         let host = host_limits().map_err(ServeError::Host)?;
         let socket = config.socket().unwrap_or_default();
-        let store = Arc::new(Store::open(&config.state_dir, pool_limits(&config, host))?);
+        let limits = pool_limits(&config, host);
+        let budget = limits.budget.clone();
+        let store = Arc::new(Store::open(&config.state_dir, limits)?);
+        // Before anything of the host is touched: another gateway may be there.
+        let listener = listen(&socket)?;
         let drivers = match own {
             Some(drivers) => Drivers::new(drivers, config.default_driver()),
             None => open_drivers(&config, &store).await?,
         };
+        let end = CancellationToken::new();
         let gateway_id = identify(&store).await?;
         notice_host_restart(&store).await?;
         let service = Arc::new(Service {
@@ -152,8 +157,9 @@ impl Gateway {
             building: tokio::sync::Mutex::default(),
             defaults: config.defaults.clone(),
             host,
+            budget,
+            end: end.clone(),
         });
-        let end = CancellationToken::new();
         let reconciler = Reconciler::new(
             store.clone(),
             service.drivers.clone(),
@@ -161,7 +167,6 @@ impl Gateway {
             service.sessions.clone(),
             end.clone(),
         );
-        let listener = listen(&socket)?;
         let server = tokio::spawn(run_server(listener, service, gateway_id, config, end.clone()));
         let turns = tokio::spawn(reconciler.clone().run());
         Ok(Self { end, server, turns, reconciler, store, socket })
@@ -248,6 +253,14 @@ fn listen(path: &Path) -> Result<UnixListener, ServeError> {
             return Err(failed(std::io::Error::new(std::io::ErrorKind::AddrInUse, busy)));
         }
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+            // A file that is no socket refuses as well.
+            let leftover = std::fs::symlink_metadata(path).map_err(failed)?;
+            if !std::os::unix::fs::FileTypeExt::is_socket(&leftover.file_type()) {
+                return Err(failed(std::io::Error::new(
+                    std::io::ErrorKind::AlreadyExists,
+                    "it is there and is no socket",
+                )));
+            }
             std::fs::remove_file(path).map_err(failed)?;
         }
         Err(_) => {}

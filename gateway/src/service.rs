@@ -2,8 +2,11 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use sha2::{Digest as _, Sha256};
 use tokio::sync::broadcast::error::RecvError;
+use tokio_util::sync::CancellationToken;
 use torpor_images::{Catalog, Kernels};
+use torpor_netpool::policy::Budget;
 use torpor_sandbox::{
     ComputeDriver, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId, SandboxName,
     SandboxSpec,
@@ -17,7 +20,7 @@ use crate::{
     error::{ApiError, Code},
     progress::{Now, Progress},
     sessions::Sessions,
-    store::{NewSandbox, Record, RequestKey, Store, StoreError},
+    store::{Applied, NewSandbox, Record, RequestKey, Store, StoreError},
 };
 
 /// The service.
@@ -42,6 +45,10 @@ pub struct Service {
     pub defaults: Defaults,
     /// The host.
     pub host: HostLimits,
+    /// What all sandboxes together may use.
+    pub budget: Budget,
+    /// Cancelled when the gateway ends: streams end then.
+    pub end: CancellationToken,
 }
 
 /// A create as it came in; what is none gets a default.
@@ -114,15 +121,21 @@ pub enum Deleted {
     AlreadyAbsent,
 }
 
+/// Tries at a generated name.
+const GENERATED_NAMES: usize = 4;
 /// Longest request id, bytes.
 const REQUEST_ID: usize = 128;
 
-fn request_key(id: Option<String>, verb: &'static str) -> Result<Option<RequestKey>, ApiError> {
+/// `asked` is whatever makes the request what it is.
+fn request_key(id: Option<String>, verb: &'static str, asked: &str) -> Result<Option<RequestKey>, ApiError> {
     match id {
         Some(id) if id.len() > REQUEST_ID || id.contains(char::is_control) => {
             Err(ApiError::invalid("request_id", format!("at most {REQUEST_ID} printable bytes")))
         }
-        id => Ok(id.filter(|id| !id.is_empty()).map(|id| RequestKey { id, verb })),
+        id => Ok(id.filter(|id| !id.is_empty()).map(|id| {
+            let fingerprint = format!("{:x}", Sha256::digest(asked));
+            RequestKey { id, verb, fingerprint }
+        })),
     }
 }
 
@@ -132,24 +145,57 @@ impl Service {
     /// # Errors
     /// Bad input (the field is named), a taken name, an unknown image.
     pub async fn create(&self, wish: Wish) -> Result<Arc<Record>, ApiError> {
-        let request = request_key(wish.request_id.clone(), "create")?;
+        let request = request_key(wish.request_id.clone(), "create", &format!("{wish:?}"))?;
         if let Some(key) = &request
             && let Some(id) = self.store.replayed(key.clone()).await?
         {
             return Ok(Arc::new(self.store.get(&id).await?));
         }
-        let name = match wish.name.as_deref().filter(|n| !n.is_empty()) {
-            Some(name) => name.parse::<SandboxName>().map_err(|e| ApiError::invalid("name", e))?,
-            None => SandboxName::generate(),
-        };
+        let given = wish.name.as_deref().filter(|n| !n.is_empty());
+        let given =
+            given.map(|n| n.parse::<SandboxName>().map_err(|e| ApiError::invalid("name", e))).transpose()?;
+        let generated = given.is_none();
+        let mut name = given.unwrap_or_else(SandboxName::generate);
         validate_labels(&wish.labels)?;
         let labels = wish.labels.clone();
         let _pinned = self.image_gate.read().await;
         let spec = self.resolve(wish, &name).await?;
         spec.validate(self.host)?;
+        self.fits(&spec)?;
         self.driver(&spec.driver)?.check(&spec)?;
-        let new = NewSandbox { id: SandboxId::generate(), name: name.to_string(), labels, spec };
+        let mut new = NewSandbox { id: SandboxId::generate(), name: name.to_string(), labels, spec };
+        for _ in 0..GENERATED_NAMES {
+            match self.store.create(new.clone(), request.clone()).await {
+                Err(StoreError::NameTaken(_)) if generated => {
+                    name = SandboxName::generate();
+                    (new.name, new.spec.hostname) = (name.to_string(), name.to_string());
+                }
+                made => return Ok(made?),
+            }
+        }
         Ok(self.store.create(new, request).await?)
+    }
+
+    /// Refuses what could never be lent, however long it waited.
+    fn fits(&self, spec: &SandboxSpec) -> Result<(), ApiError> {
+        let size = torpor_sandbox::spec::size;
+        let (memory, most) = (spec.resources.memory_bytes, self.budget.memory_bytes);
+        if memory > most {
+            let problem = format!(
+                "{} asked for; all sandboxes together may use {} (`limits.memory_bytes`)",
+                size(memory),
+                size(most)
+            );
+            return Err(ApiError::invalid("resources.memory_bytes", problem));
+        }
+        let (cpus, most) = (u64::from(spec.resources.cpus), self.budget.cpu_capacity());
+        if cpus.min(self.budget.cpus.len() as u64) > most {
+            let problem = format!(
+                "{cpus} CPUs asked for; all sandboxes together may use {most} (`limits.cpu_percent`)"
+            );
+            return Err(ApiError::invalid("resources.cpus", problem));
+        }
+        Ok(())
     }
 
     /// Fills in the defaults and pins the image.
@@ -213,8 +259,8 @@ impl Service {
     ///
     /// # Errors
     /// `NOT_FOUND`, `ABORTED` (stale version), `FAILED_PRECONDITION` (phase or capability).
-    pub async fn request(&self, target: Target, request: Request) -> Result<Arc<Record>, ApiError> {
-        let key = request_key(target.request_id, request.verb())?;
+    pub async fn request(&self, target: Target, request: Request) -> Result<Applied, ApiError> {
+        let key = request_key(target.request_id, request.verb(), &format!("{} {request:?}", target.sandbox))?;
         if request == Request::Suspend(Keep::Memory) {
             let record = self.store.get(&target.sandbox).await?;
             let capabilities = self.driver(&record.spec.driver)?.capabilities();
@@ -229,8 +275,7 @@ impl Service {
         }
         let why = format!("{} requested", request.verb());
         let event = Event::Request(request);
-        let applied = self.store.request(target.sandbox, event, why, target.expected_version, key).await?;
-        Ok(applied.record)
+        Ok(self.store.request(target.sandbox, event, why, target.expected_version, key).await?)
     }
 
     /// Writes that a sandbox is to be deleted.
@@ -238,12 +283,13 @@ impl Service {
     /// # Errors
     /// As [`Service::request`]; an unknown one is `AlreadyAbsent` with `allow_missing`.
     pub async fn delete(&self, target: Target, allow_missing: bool) -> Result<Deleted, ApiError> {
-        let replayed = match request_key(target.request_id.clone(), "delete")? {
+        let asked = format!("{} {:?}", target.sandbox, Request::Delete);
+        let replayed = match request_key(target.request_id.clone(), "delete", &asked)? {
             Some(key) => self.store.replayed(key).await?,
             None => None,
         };
         match self.request(target, Request::Delete).await {
-            Ok(record) => Ok(Deleted::Accepted(record.id.clone())),
+            Ok(applied) => Ok(Deleted::Accepted(applied.record.id.clone())),
             // A retry after the first one has finished.
             Err(error) if error.code == Code::NotFound => match replayed.and_then(|id| id.parse().ok()) {
                 Some(id) => Ok(Deleted::Completed(id)),
@@ -272,7 +318,8 @@ impl Service {
             if !may_reach(&record.state, wanted) {
                 return Err(cannot_reach(&record, wanted));
             }
-            if let Some(trouble) = self.progress.get(id).and_then(|now| now.trouble)
+            if record.state.phase.is_booting()
+                && let Some(trouble) = self.progress.get(id).and_then(|now| now.trouble)
                 && trouble.reason == "EXHAUSTED"
             {
                 let message =
@@ -283,6 +330,10 @@ impl Service {
             loop {
                 let again = tokio::select! {
                     change = changes.recv() => match change {
+                        // A phase that lasts but a moment, since a turn-round follows, is seen here and nowhere else.
+                        Ok(change) if change.record.id == *id && change.record.state.phase == wanted => {
+                            return Ok(change.record);
+                        }
                         Ok(change) => change.record.id == *id,
                         Err(RecvError::Lagged(_)) => true,
                         Err(RecvError::Closed) => return Err(StoreError::Closed.into()),
@@ -335,14 +386,16 @@ impl Service {
     pub async fn connect(
         &self,
         sandbox: &str,
-    ) -> Result<(Record, tonic::transport::Channel, tokio_util::sync::CancellationToken), ApiError> {
+    ) -> Result<(Record, tonic::transport::Channel, CancellationToken), ApiError> {
         let id = self.store.get(sandbox).await?.id;
         let session = self.sessions.join(&id);
         let record = self.store.get(id.as_str()).await?;
         if record.state.phase != Phase::Ready {
             return Err(ApiError::not_ready(&record));
         }
-        let channel = self.driver(&record.spec.driver)?.agent(&id).await?;
+        let channel = self.driver(&record.spec.driver)?.agent(&id).await.map_err(|e| {
+            ApiError::from(e).about(&record).with("next", format!("torpor get {}", record.name))
+        })?;
         Ok((record, channel, session))
     }
 }

@@ -30,10 +30,8 @@ impl Sessions {
         }
     }
 
-    /// Ends every session.
-    pub fn revoke_all(&self) {
-        for (_, token) in self.lock().drain() {
-            token.cancel();
-        }
+    /// Sandboxes that somebody is or was connected to.
+    pub fn ids(&self) -> Vec<SandboxId> {
+        self.lock().keys().cloned().collect()
     }
 }

@@ -121,7 +121,7 @@ async fn run(seed: u64, rounds: usize, requests: usize) {
         let is_running = world.sim.running().contains(&id);
         assert_eq!(is_running, phase(sandbox) == Phase::Ready, "seed {seed}: {name} {:?}", phase(sandbox));
         running += u32::from(is_running);
-        let failed = sandbox.status.as_ref().unwrap().failure.is_some();
+        let failed = phase(sandbox) == Phase::Error;
         let expected = match wishes.get(name) {
             Some(Wish::Ready) => phase(sandbox) == Phase::Ready,
             Some(Wish::Suspended) => phase(sandbox) == Phase::Suspended,

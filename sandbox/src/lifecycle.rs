@@ -526,6 +526,10 @@ fn on_ended(state: &State, ended: &Ended, policy: RestartPolicy) -> Next {
 
 fn on_failed(state: &State, failure: &Failure) -> Next {
     match state.phase {
+        // It may boot instead, as its user said: the memory image is given up.
+        Phase::Resuming if state.keep == Keep::Memory && state.cold_if_needed => {
+            Next::To(State { failure: Some(failure.clone()), ..state.clone() }.keeping(Keep::Disk))
+        }
         // These hold nothing that could fail, or (deleting) go on until it is done.
         Phase::Suspended | Phase::Stopped | Phase::Completed | Phase::Error | Phase::Deleting => Next::Same,
         _ => Next::To(State { failure: Some(failure.clone()), ..state.to(Phase::Error) }),

@@ -46,7 +46,7 @@ pub struct SandboxSpec {
     /// What happens when the main command ends.
     #[serde(default)]
     pub restart: RestartPolicy,
-    /// How long processes may take to end at suspend, stop and delete.
+    /// How long processes may take to end at suspend and stop. A delete asks nobody.
     pub stop_grace: Duration,
     /// "auto", or a machine of the vm driver.
     #[serde(default = "auto")]

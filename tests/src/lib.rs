@@ -364,7 +364,11 @@ impl Drop for Host {
         }
         let mut nft = Command::new("nft");
         let table = format!("torpor_{}", self.instance);
-        let _ = nft.args(["delete", "table", "inet", &table]).env("PATH", path_variable()).stderr(Stdio::null()).status();
+        let _ = nft
+            .args(["delete", "table", "inet", &table])
+            .env("PATH", path_variable())
+            .stderr(Stdio::null())
+            .status();
     }
 }
 

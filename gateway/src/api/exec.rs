@@ -53,6 +53,10 @@ pub async fn exec(service: Shared, mut input: Streaming<v1::ExecInput>) -> Resul
                     break;
                 }
                 () = out.closed() => break,
+                () = service.end.cancelled() => {
+                    let _ = out.send(Err(to_status(crate::store::StoreError::Closed.into()))).await;
+                    break;
+                }
             };
             let (message, last) = match next {
                 Some(Ok(message)) => convert_output(message, &record),

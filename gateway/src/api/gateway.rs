@@ -58,9 +58,9 @@ impl v1::gateway_server::Gateway for GatewayApi {
 
     async fn health(&self, _: Request<v1::HealthRequest>) -> Result<Response<v1::HealthResponse>, Status> {
         use v1::health_response::Status as Health;
-        // A database that can't be read is the one thing without which nothing works.
-        let (status, message) = match self.service.store.counters().await {
-            Ok(_) => (Health::Serving, String::new()),
+        // A database that can't be written is the one thing without which nothing works.
+        let (status, message) = match self.service.store.ping().await {
+            Ok(()) => (Health::Serving, String::new()),
             Err(error) => (Health::NotServing, error.to_string()),
         };
         Ok(Response::new(v1::HealthResponse { status: status.into(), message }))

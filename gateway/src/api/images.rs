@@ -161,24 +161,33 @@ impl v1::images_server::Images for ImagesApi {
         &self,
         request: Request<v1::RemoveImageRequest>,
     ) -> Result<Response<v1::RemoveImageResponse>, Status> {
-        let request = request.into_inner();
-        let _alone = self.0.image_gate.write().await;
-        let catalog = self.0.images.clone();
-        let list = blocking(move || catalog.list()).await?;
-        let mut users = HashMap::new();
-        for image in list {
-            let count = self.0.store.users_of_image(&image.digest).await.map_err(|e| to_status(e.into()))?;
-            users.insert(image.digest, count);
+        // In a task of its own: a caller that goes away must not open the gate in the middle.
+        let service = self.0.clone();
+        let removed = tokio::spawn(async move { remove(&service, request.into_inner()).await }).await;
+        removed.map_err(|e| to_status(ApiError::internal(e)))?.map(Response::new)
+    }
+}
+
+async fn remove(
+    service: &Shared,
+    request: v1::RemoveImageRequest,
+) -> Result<v1::RemoveImageResponse, Status> {
+    let _alone = service.image_gate.write().await;
+    let catalog = service.images.clone();
+    let list = blocking(move || catalog.list()).await?;
+    let mut users = HashMap::new();
+    for image in list {
+        let count = service.store.users_of_image(&image.digest).await.map_err(|e| to_status(e.into()))?;
+        users.insert(image.digest, count);
+    }
+    let catalog = service.images.clone();
+    let in_use = move |digest: &str| users.get(digest).copied().unwrap_or(0);
+    let removed = tokio::task::spawn_blocking(move || catalog.remove(&request.image, &in_use)).await;
+    match removed.map_err(|e| to_status(ApiError::internal(e)))? {
+        Ok(freed_bytes) => Ok(v1::RemoveImageResponse { removed: true, freed_bytes }),
+        Err(Error::UnknownImage { .. }) if request.allow_missing => {
+            Ok(v1::RemoveImageResponse { removed: false, freed_bytes: 0 })
         }
-        let catalog = self.0.images.clone();
-        let in_use = move |digest: &str| users.get(digest).copied().unwrap_or(0);
-        let removed = tokio::task::spawn_blocking(move || catalog.remove(&request.image, &in_use)).await;
-        match removed.map_err(|e| to_status(ApiError::internal(e)))? {
-            Ok(freed_bytes) => Ok(Response::new(v1::RemoveImageResponse { removed: true, freed_bytes })),
-            Err(Error::UnknownImage { .. }) if request.allow_missing => {
-                Ok(Response::new(v1::RemoveImageResponse { removed: false, freed_bytes: 0 }))
-            }
-            Err(error) => Err(failed(&error)),
-        }
+        Err(error) => Err(failed(&error)),
     }
 }

@@ -51,6 +51,7 @@ pub async fn logs(service: Shared, request: v1::LogsRequest) -> Result<Chunks, S
             tokio::select! {
                 () = main_output(events.into_inner(), &request, &out) => {}
                 () = session.cancelled() => {}
+                () = service.end.cancelled() => {}
                 () = out.closed() => {}
             }
         });
@@ -58,6 +59,7 @@ pub async fn logs(service: Shared, request: v1::LogsRequest) -> Result<Chunks, S
         tokio::spawn(async move {
             tokio::select! {
                 () = console(&service, &record, &request, &out) => {}
+                () = service.end.cancelled() => {}
                 () = out.closed() => {}
             }
         });

@@ -3,21 +3,24 @@
 use std::{pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt as _};
+use prost::Message as _;
 use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::v1;
-use torpor_sandbox::{Phase, Request as Ask};
+use torpor_sandbox::{Phase, Request as Ask, lifecycle::may_reach};
 
 use super::{Shared, convert, exec, to_status, watch};
 use crate::{
     error::ApiError,
     service::{Deleted, View},
-    store::{Record, Selector},
+    store::{Record, Selector, page_token},
 };
 
 /// Records of one page whose facts are gathered at once.
 const AT_ONCE: usize = 16;
 const LARGEST_PAGE: i32 = 1000;
 const USUAL_PAGE: i32 = 100;
+/// A page ends early when its sandboxes are this large, since clients take messages of 4 MiB.
+const PAGE_BYTES: usize = 2 << 20;
 
 type Reply<T> = Result<Response<T>, Status>;
 type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -46,8 +49,10 @@ impl SandboxesApi {
     /// carried out whether or not anybody waits.
     async fn verb(&self, target: Option<v1::Target>, ask: Ask, wanted: Phase) -> Reply<v1::Sandbox> {
         let (target, wait) = convert::target(target).map_err(to_status)?;
-        let mut record = self.0.request(target, ask).await.map_err(to_status)?;
-        if wait {
+        let applied = self.0.request(target, ask).await.map_err(to_status)?;
+        let mut record = applied.record;
+        // A retry of a request that was fulfilled long ago has nothing to wait for.
+        if wait && (!applied.replayed || may_reach(&record.state, wanted)) {
             record = self.0.wait(&record.id, wanted).await.map_err(to_status)?;
         }
         Ok(Response::new(self.show(record).await))
@@ -60,7 +65,10 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         let request = request.into_inner();
         let wait = request.wait;
         let wish = convert::wish(request).map_err(to_status)?;
-        let mut record = self.0.create(wish).await.map_err(to_status)?;
+        // In a task of its own: a caller that goes away must not let go of the image before the record is written.
+        let service = self.0.clone();
+        let made = tokio::spawn(async move { service.create(wish).await }).await;
+        let mut record = made.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?;
         if wait {
             record = self.0.wait(&record.id, Phase::Ready).await.map_err(to_status)?;
         }
@@ -82,10 +90,21 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         let page = page.map_err(|e| to_status(e.into()))?;
         let views = futures::stream::iter(page.rows).map(|record| self.0.view(Arc::new(record)));
         let views: Vec<View> = views.buffered(AT_ONCE).collect().await;
-        Ok(Response::new(v1::ListSandboxesResponse {
-            sandboxes: views.iter().map(convert::sandbox).collect(),
-            next_page_token: page.next.unwrap_or_default(),
-        }))
+        let mut answer = v1::ListSandboxesResponse::default();
+        let mut bytes = 0;
+        for view in &views {
+            let sandbox = convert::sandbox(view);
+            bytes += sandbox.encoded_len();
+            if bytes > PAGE_BYTES && !answer.sandboxes.is_empty() {
+                break;
+            }
+            answer.next_page_token = page_token(view.record.seq);
+            answer.sandboxes.push(sandbox);
+        }
+        if answer.sandboxes.len() == views.len() {
+            answer.next_page_token = page.next.unwrap_or_default();
+        }
+        Ok(Response::new(answer))
     }
 
     type WatchStream = Events<v1::SandboxEvent>;

@@ -1,6 +1,6 @@
 //! Watching: what is, then what changes, with a cursor to go on from.
 
-use std::{collections::HashMap, pin::Pin, sync::Arc};
+use std::{collections::HashSet, pin::Pin, sync::Arc};
 
 use futures::Stream;
 use tokio::sync::{broadcast::error::RecvError, mpsc};
@@ -34,9 +34,10 @@ impl Filter {
 struct Watcher {
     service: Shared,
     filter: Filter,
-    cursor: Cursor,
+    /// Of the last change that the reader has seen whole: while it is being caught up with, the one before that.
+    cursor: Option<Cursor>,
     /// Which sandboxes the reader knows of, so that it hears of the end of those only.
-    known: HashMap<String, ()>,
+    known: HashSet<String>,
     out: mpsc::Sender<Result<v1::SandboxEvent, Status>>,
 }
 
@@ -59,7 +60,7 @@ pub async fn watch(service: Shared, request: v1::WatchSandboxesRequest) -> Resul
     let steps = service.progress.subscribe();
     let missed = service.store.changes_after(cursor).await?;
     let (out, events) = mpsc::channel(BUFFER);
-    let mut watcher = Watcher { service, filter, cursor: missed.cursor, known: HashMap::new(), out };
+    let mut watcher = Watcher { service, filter, cursor, known: HashSet::new(), out };
     tokio::spawn(async move {
         let kind = if cursor.is_some() { Kind::Changed } else { Kind::Snapshot };
         // Ends when the reader does.
@@ -76,14 +77,15 @@ impl Watcher {
         mut changes: tokio::sync::broadcast::Receiver<crate::store::Change>,
         mut steps: tokio::sync::broadcast::Receiver<torpor_sandbox::SandboxId>,
     ) -> Result<(), Gone> {
+        let end = self.service.end.clone();
         self.catch_up(missed, kind).await?;
         self.send(Kind::Synced, None).await?;
         loop {
             tokio::select! {
                 change = changes.recv() => match change {
-                    Ok(change) if change.number <= self.cursor.0 => {}
+                    Ok(change) if self.cursor.is_some_and(|seen| change.number <= seen.0) => {}
                     Ok(change) => {
-                        self.cursor = Cursor(change.number);
+                        self.cursor = Some(Cursor(change.number));
                         if change.gone {
                             let (id, name) = (change.record.id.to_string(), change.record.name.clone());
                             self.deleted(id, name).await?;
@@ -92,7 +94,7 @@ impl Watcher {
                         }
                     }
                     Err(RecvError::Lagged(_)) => {
-                        let missed = self.service.store.changes_after(Some(self.cursor)).await;
+                        let missed = self.service.store.changes_after(self.cursor).await;
                         match missed {
                             Ok(missed) => self.catch_up(missed, Kind::Changed).await?,
                             Err(error) => {
@@ -106,13 +108,17 @@ impl Watcher {
                 },
                 step = steps.recv() => {
                     if let Ok(id) = step
-                        && self.known.contains_key(id.as_str())
+                        && self.known.contains(id.as_str())
                         && let Ok(record) = self.service.store.get(id.as_str()).await
                     {
                         self.changed(Arc::new(record), Kind::Changed).await?;
                     }
                 },
                 () = self.out.closed() => return Err(Gone),
+                () = end.cancelled() => {
+                    let _ = self.out.send(Err(to_status(crate::store::StoreError::Closed.into()))).await;
+                    return Err(Gone);
+                }
             }
         }
     }
@@ -123,10 +129,10 @@ impl Watcher {
         }
         for (id, name, _) in missed.deleted {
             // Whether the reader knew it can't be told after a break.
-            self.known.insert(id.clone(), ());
+            self.known.insert(id.clone());
             self.deleted(id, name).await?;
         }
-        self.cursor = missed.cursor;
+        self.cursor = Some(missed.cursor);
         Ok(())
     }
 
@@ -134,20 +140,24 @@ impl Watcher {
         if !self.filter.wants(&record) {
             return Ok(());
         }
-        self.known.insert(record.id.to_string(), ());
+        self.known.insert(record.id.to_string());
         let view = self.service.view(record).await;
         self.send(kind, Some(convert::sandbox(&view))).await
     }
 
     async fn deleted(&mut self, id: String, name: String) -> Result<(), Gone> {
-        if self.known.remove(&id).is_none() || self.filter.id.as_deref().is_some_and(|wanted| wanted != id) {
+        if !self.known.remove(&id) || self.filter.id.as_deref().is_some_and(|wanted| wanted != id) {
             return Ok(());
         }
         self.send(Kind::Deleted, Some(convert::buried(id, name))).await
     }
 
     async fn send(&self, kind: Kind, sandbox: Option<v1::Sandbox>) -> Result<(), Gone> {
-        let event = v1::SandboxEvent { kind: kind.into(), sandbox, cursor: self.cursor.to_string() };
+        let event = v1::SandboxEvent {
+            kind: kind.into(),
+            sandbox,
+            cursor: self.cursor.map_or_else(String::new, |c| c.to_string()),
+        };
         self.out.send(Ok(event)).await.map_err(|_| Gone)
     }
 }

@@ -1,6 +1,6 @@
 //! What running sandboxes have borrowed: rows beside the sandboxes, changed in the same transactions.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashSet, sync::Arc};
 
 use rusqlite::{Connection, OptionalExtension as _, Row};
 use torpor_netpool::{
@@ -96,8 +96,13 @@ fn lend(
         .query_map([], |row| Ok(Released { slot: Slot(row.get(0)?), at_ms: row.get(1)? }))?
         .collect::<Result<_, _>>()?;
     let now_ms = u64::try_from(now()).unwrap_or_default();
-    let chosen = plan(&limits.network, &limits.budget, &loans, released, now_ms, want)
-        .map_err(|e| StoreError::Exhausted(e.to_string()))?;
+    let chosen =
+        plan(&limits.network, &limits.budget, &loans, released, now_ms, want).map_err(|e| {
+            match e.never_fits() {
+                true => StoreError::NeverFits(e.to_string()),
+                false => StoreError::Exhausted(e.to_string()),
+            }
+        })?;
     let loan = Loan {
         sandbox_id: id.to_string(),
         run: run.0,
@@ -152,7 +157,7 @@ impl Store {
         self.read(move |conn| {
             let loans = all(conn)?;
             let usage = Usage::of(&loans);
-            let used: HashMap<u32, ()> = loans.iter().map(|l| (l.slot.0, ())).collect();
+            let used: HashSet<u32> = loans.iter().map(|l| l.slot.0).collect();
             let since = now() - i64::try_from(limits.network.quarantine().as_millis()).unwrap_or(i64::MAX);
             let resting: Vec<u32> = conn
                 .prepare_cached("SELECT slot FROM slots WHERE released_ms > ?1")?
@@ -162,7 +167,7 @@ impl Store {
             Ok(Counters {
                 slots_total: limits.network.capacity(),
                 slots_used: u32::try_from(usage.slots).unwrap_or(u32::MAX),
-                slots_quarantined: u32::try_from(resting.iter().filter(|s| !used.contains_key(s)).count())
+                slots_quarantined: u32::try_from(resting.iter().filter(|s| !used.contains(s)).count())
                     .unwrap_or(u32::MAX),
                 memory_total: limits.budget.memory_bytes,
                 memory_used: usage.memory_bytes,

@@ -11,10 +11,12 @@ mod schema;
 mod watch;
 
 use std::{
+    os::unix::fs::PermissionsExt as _,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError, mpsc},
     thread,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use rusqlite::{Connection, OpenFlags};
@@ -23,7 +25,7 @@ use torpor_sandbox::{Refusal, SandboxId};
 
 pub use leases::PoolLimits;
 pub use lock::StateLock;
-pub use sandboxes::{Applied, NewSandbox, RequestKey, Selector, Transition};
+pub use sandboxes::{Applied, NewSandbox, RequestKey, Selector, Transition, page_token};
 pub use watch::{Change, Cursor, Missed};
 
 /// Readers at once.
@@ -33,6 +35,8 @@ const GROUP: usize = 256;
 /// Jobs that may wait for the writer; more wait in their callers.
 const QUEUE: usize = 4096;
 const BUSY: Duration = Duration::from_secs(10);
+/// How often, at most, the reserve for a full disk is looked at.
+const RESERVE_CHECK: Duration = Duration::from_secs(60);
 
 /// A sandbox as it is written.
 #[derive(Clone, Debug)]
@@ -93,6 +97,9 @@ pub enum StoreError {
     /// No slot, memory or address is left.
     #[error("{0}")]
     Exhausted(String),
+    /// More than there is.
+    #[error("{0}")]
+    NeverFits(String),
     /// A page token or cursor that is not ours.
     #[error("{0}")]
     BadToken(String),
@@ -175,17 +182,17 @@ impl Store {
     /// # Errors
     /// In use, damaged, made by a later version, or not accessible.
     pub fn open(dir: &Path, limits: PoolLimits) -> Result<Self, StoreError> {
-        std::fs::create_dir_all(dir).map_err(|source| StoreError::Io {
-            action: "make",
-            path: dir.to_owned(),
-            source,
-        })?;
+        let io = |action| move |source| StoreError::Io { action, path: dir.to_owned(), source };
+        std::fs::create_dir_all(dir).map_err(io("make"))?;
+        // Environments hold secrets: nobody but the owner looks into the state.
+        std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700))
+            .map_err(io("set the mode of"))?;
         let lock = StateLock::acquire(dir)?;
         let path = dir.join("torpor.db");
         let conn = connect(&path, true)?;
         check(&conn, &path)?;
         schema::migrate(&conn)?;
-        if !schema::keep_reserve(&conn)? {
+        if !schema::keep_reserve(&conn, &path)? {
             tracing::warn!(
                 "no space for the database's reserve: free some, or lifecycle verbs may fail on a full disk"
             );
@@ -197,7 +204,10 @@ impl Store {
         let publish = changes.clone();
         let writer = thread::Builder::new()
             .name("store-writer".to_owned())
-            .spawn(move || write_in_groups(&conn, &queue, &publish))
+            .spawn({
+                let path = path.clone();
+                move || write_in_groups(&conn, &path, &queue, &publish)
+            })
             .map_err(|source| StoreError::Io { action: "start the writer of", path, source })?;
         Ok(Self {
             jobs: Mutex::new(Some(jobs)),
@@ -214,6 +224,14 @@ impl Store {
     /// Every change from now on. A receiver that lags reads on with [`Store::changes_after`].
     pub fn subscribe(&self) -> broadcast::Receiver<Change> {
         self.changes.subscribe()
+    }
+
+    /// Whether the database can be written.
+    ///
+    /// # Errors
+    /// Why not.
+    pub async fn ping(&self) -> Result<(), StoreError> {
+        self.write(|_, _| Ok(())).await
     }
 
     /// Commits what is queued and closes the database.
@@ -310,15 +328,23 @@ fn check(conn: &Connection, path: &Path) -> Result<(), StoreError> {
     }
 }
 
-fn write_in_groups(conn: &Connection, queue: &mpsc::Receiver<Job>, publish: &broadcast::Sender<Change>) {
+fn write_in_groups(
+    conn: &Connection,
+    path: &Path,
+    queue: &mpsc::Receiver<Job>,
+    publish: &broadcast::Sender<Change>,
+) {
+    let mut reserve_checked = Instant::now();
     while let Ok(first) = queue.recv() {
         let mut completions = Vec::new();
         let mut changes = Vec::new();
         let begun = conn.execute_batch("BEGIN IMMEDIATE").map_err(|e| e.to_string());
         let mut next = Some(first);
+        let mut jobs = 0;
         while let Some(job) = next {
-            completions.push(run_job(conn, job, &mut changes));
-            next = if completions.len() < GROUP { queue.try_recv().ok() } else { None };
+            completions.extend(run_job(conn, job, &mut changes));
+            jobs += 1;
+            next = if jobs < GROUP { queue.try_recv().ok() } else { None };
         }
         let committed = begun.and_then(|()| conn.execute_batch("COMMIT").map_err(|e| e.to_string()));
         if committed.is_err() && !conn.is_autocommit() {
@@ -334,14 +360,28 @@ fn write_in_groups(conn: &Connection, queue: &mpsc::Receiver<Job>, publish: &bro
         for completion in completions {
             completion(committed.clone());
         }
+        if reserve_checked.elapsed() >= RESERVE_CHECK {
+            reserve_checked = Instant::now();
+            if !schema::keep_reserve(conn, path).unwrap_or(false) {
+                tracing::warn!("no space for the database's reserve: free some");
+            }
+        }
     }
 }
 
-/// One job in a savepoint: its failure undoes its own writes only.
-fn run_job(conn: &Connection, job: Job, changes: &mut Vec<Change>) -> Completion {
+/// One job in a savepoint: its failure undoes its own writes only. A job that panics answers nobody, and the writer
+/// goes on.
+fn run_job(conn: &Connection, job: Job, changes: &mut Vec<Change>) -> Option<Completion> {
     let before = changes.len();
+    // Without the group's transaction (it could not begin, or SQLite has rolled it back) a savepoint would commit by
+    // itself what its caller is then told has failed.
+    let in_group = !conn.is_autocommit();
     let guarded = conn.execute_batch("SAVEPOINT job").is_ok();
-    let (keep, completion) = job(conn, changes);
+    let ran = catch_unwind(AssertUnwindSafe(|| job(conn, changes)));
+    let (keep, completion) = match ran {
+        Ok((keep, completion)) => (keep && in_group, Some(completion)),
+        Err(_) => (false, None),
+    };
     if !keep {
         changes.truncate(before);
     }
@@ -349,8 +389,8 @@ fn run_job(conn: &Connection, job: Job, changes: &mut Vec<Change>) -> Completion
         let end = if keep { "RELEASE job" } else { "ROLLBACK TO job; RELEASE job" };
         if let Err(error) = conn.execute_batch(end) {
             changes.truncate(before);
-            let text = error.to_string();
-            return Box::new(move |committed| completion(committed.and(Err(text))));
+            let (text, completion) = (error.to_string(), completion?);
+            return Some(Box::new(move |committed| completion(committed.and(Err(text)))));
         }
     }
     completion

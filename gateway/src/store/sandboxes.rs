@@ -7,6 +7,8 @@ use torpor_sandbox::{Event, Phase, SandboxId, SandboxSpec, State, lifecycle::Nex
 
 use super::{Change, Record, Store, StoreError, from_millis, leases, now, watch};
 
+/// Rows that a listing reads at once.
+const BATCH: usize = 1000;
 /// Phase changes that are kept of one sandbox.
 const HISTORY: i64 = 500;
 /// How long a request id is remembered, milliseconds.
@@ -32,6 +34,8 @@ pub struct RequestKey {
     pub id: String,
     /// The verb: an id is good for one.
     pub verb: &'static str,
+    /// Stands for everything that was asked for: an id is good for one request.
+    pub fingerprint: String,
 }
 
 /// What came of an event.
@@ -43,6 +47,8 @@ pub struct Applied {
     pub changed: bool,
     /// It is gone.
     pub gone: bool,
+    /// Nothing was asked: the request id had been used for the same request before.
+    pub replayed: bool,
 }
 
 /// A phase change.
@@ -193,6 +199,25 @@ fn select(
     rows.map(|row| finish(row?)).collect()
 }
 
+/// As `select`, for listings: a row that can't be read is left out and logged, so that it hides no other.
+fn select_readable(
+    conn: &Connection,
+    condition: &str,
+    params: impl rusqlite::Params,
+) -> Result<Vec<Record>, StoreError> {
+    let sql = format!("SELECT {COLUMNS} FROM sandboxes {condition}");
+    let mut statement = conn.prepare_cached(&sql)?;
+    let rows = statement.query_map(params, raw)?;
+    let read = rows.filter_map(|row| match row.map_err(StoreError::from).and_then(finish) {
+        Err(error @ StoreError::Row { .. }) => {
+            tracing::error!(%error, "left out of a listing");
+            None
+        }
+        other => Some(other),
+    });
+    read.collect()
+}
+
 /// By id, or by name.
 fn load(conn: &Connection, key: &str) -> Result<Record, StoreError> {
     let column = if key.parse::<SandboxId>().is_ok() { "WHERE id = ?1" } else { "WHERE name = ?1" };
@@ -204,7 +229,7 @@ fn clip(text: &str) -> String {
 }
 
 pub(super) fn changed_after(conn: &Connection, change: u64) -> Result<Vec<Record>, StoreError> {
-    select(conn, "WHERE change > ?1 ORDER BY change", [change])
+    select_readable(conn, "WHERE change > ?1 ORDER BY change", [change])
 }
 
 fn json(id: &SandboxId, what: &'static str, value: &impl serde::Serialize) -> Result<String, StoreError> {
@@ -335,7 +360,9 @@ fn apply(
     let refused = |refusal| StoreError::Refused { name: record.name.clone(), refusal };
     let to = next(&record.state, event, record.spec.restart).map_err(refused)?;
     let (record, number, gone) = match to {
-        Next::Same => return Ok(Applied { record: Arc::new(record), changed: false, gone: false }),
+        Next::Same => {
+            return Ok(Applied { record: Arc::new(record), changed: false, gone: false, replayed: false });
+        }
         Next::To(mut state) => {
             if let Some(failure) = state.failure.as_mut().filter(|f| f.console.is_empty()) {
                 failure.console = console;
@@ -351,27 +378,28 @@ fn apply(
     };
     let record = Arc::new(record);
     changes.push(Change { number, record: record.clone(), gone });
-    Ok(Applied { record, changed: true, gone })
+    Ok(Applied { record, changed: true, gone, replayed: false })
 }
 
 /// The sandbox that this request id was used for before.
 fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, StoreError> {
-    let found: Option<(String, String)> = conn
-        .prepare_cached("SELECT verb, sandbox_id FROM requests WHERE request_id = ?1")?
-        .query_row([&key.id], |row| Ok((row.get(0)?, row.get(1)?)))
+    let found: Option<(String, String, String)> = conn
+        .prepare_cached("SELECT verb, fingerprint, sandbox_id FROM requests WHERE request_id = ?1")?
+        .query_row([&key.id], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
         .optional()?;
     match found {
-        Some((verb, _)) if verb != key.verb => Err(StoreError::RequestReused(clip(&key.id))),
-        Some((_, id)) => Ok(Some(id)),
+        Some((verb, fingerprint, id)) if verb == key.verb && fingerprint == key.fingerprint => Ok(Some(id)),
+        Some(_) => Err(StoreError::RequestReused(clip(&key.id))),
         None => Ok(None),
     }
 }
 
 fn remember(conn: &Connection, key: &RequestKey, id: &SandboxId) -> Result<(), StoreError> {
     let at = now();
-    conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4)")?.execute((
+    conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5)")?.execute((
         &key.id,
         key.verb,
+        &key.fingerprint,
         id.as_str(),
         at,
     ))?;
@@ -423,7 +451,7 @@ impl Store {
                 && let Some(id) = replayed(conn, request)?
             {
                 let record = Arc::new(load(conn, &id)?);
-                return Ok(Applied { record, changed: false, gone: false });
+                return Ok(Applied { record, changed: false, gone: false, replayed: true });
             }
             let record = load(conn, &key)?;
             expect(&record, expected)?;
@@ -492,11 +520,11 @@ impl Store {
         self.read(move |conn| {
             let mut rows = Vec::with_capacity(size.min(1000));
             loop {
-                let batch = select(conn, "WHERE seq > ?1 ORDER BY seq LIMIT ?2", (after, 1000))?;
-                let last = batch.len() < 1000;
+                let batch = select_readable(conn, "WHERE seq > ?1 ORDER BY seq LIMIT ?2", (after, BATCH))?;
+                let last = batch.is_empty();
                 for record in batch {
                     if rows.len() == size {
-                        return Ok(Page { rows, next: Some(format!("p1.{after}")) });
+                        return Ok(Page { rows, next: Some(page_token(after)) });
                     }
                     after = record.seq;
                     if selector.matches(&record.labels) {
@@ -517,7 +545,9 @@ impl Store {
     /// The database's.
     pub async fn unsettled(self: &Arc<Self>) -> Result<Vec<SandboxId>, StoreError> {
         self.read(|conn| {
+            // A turn-round that was not carried out yet is written in a row that is otherwise at rest.
             let sql = "SELECT id FROM sandboxes WHERE phase NOT IN ('Suspended', 'Stopped', 'Completed')
+                       OR json_extract(state, '$.then') IS NOT NULL
                        UNION SELECT sandbox_id FROM leases";
             let ids: Vec<String> =
                 conn.prepare_cached(sql)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
@@ -575,7 +605,7 @@ impl Store {
                 .collect::<Result<_, _>>()?;
             let more = rows.len() > size;
             rows.truncate(size);
-            let next = rows.last().filter(|_| more).map(|row| format!("p1.{}", row.seq));
+            let next = rows.last().filter(|_| more).map(|row| page_token(row.seq));
             Ok(Page { rows, next })
         })
         .await
@@ -613,7 +643,14 @@ fn transition(row: &Row<'_>) -> rusqlite::Result<Transition> {
     })
 }
 
+/// A token for what comes after the row with this number.
+pub fn page_token(seq: u64) -> String {
+    format!("p1.{seq}")
+}
+
 fn parse_token(token: &str) -> Result<u64, StoreError> {
-    let number = token.strip_prefix("p1.").and_then(|n| n.parse().ok());
+    // SQLite's numbers have a sign.
+    let number =
+        token.strip_prefix("p1.").and_then(|n| n.parse::<i64>().ok()).and_then(|n| u64::try_from(n).ok());
     number.ok_or_else(|| StoreError::BadToken(format!("'{}' is not a page token of ours", clip(token))))
 }

@@ -1,5 +1,7 @@
 //! The database's shape and how it came to be. A migration, once released, is never changed: the next one is added.
 
+use std::path::Path;
+
 use rusqlite::{Connection, OptionalExtension as _};
 
 use super::StoreError;
@@ -59,6 +61,7 @@ CREATE INDEX history_sandbox ON history (sandbox_id, seq);
 CREATE TABLE requests (
     request_id  TEXT PRIMARY KEY,
     verb        TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
     sandbox_id  TEXT NOT NULL,
     at_ms       INTEGER NOT NULL
 ) STRICT;
@@ -108,13 +111,17 @@ pub fn set_meta(conn: &Connection, key: &str, value: &str) -> Result<(), StoreEr
 /// that is removed when space runs out.
 const RESERVE_PAGES: i64 = 1024;
 
-/// Sees to it that the reserve is there; without space for it nothing is lost but the reserve.
-pub fn keep_reserve(conn: &Connection) -> Result<bool, StoreError> {
+/// Sees to it that the reserve is there, outside of a transaction; without space for it nothing is lost but the
+/// reserve. Growth of the database uses it up, so it is looked at again and again.
+pub fn keep_reserve(conn: &Connection, database: &Path) -> Result<bool, StoreError> {
     let free: i64 = conn.query_row("PRAGMA freelist_count", [], |row| row.get(0))?;
-    if free >= RESERVE_PAGES {
+    let page: i64 = conn.query_row("PRAGMA page_size", [], |row| row.get(0))?;
+    let mut log = database.as_os_str().to_owned();
+    log.push("-wal");
+    let logged = std::fs::metadata(log).map_or(0, |found| found.len());
+    if free >= RESERVE_PAGES / 2 && logged >= u64::try_from(RESERVE_PAGES * page / 2).unwrap_or_default() {
         return Ok(true);
     }
-    let page: i64 = conn.query_row("PRAGMA page_size", [], |row| row.get(0))?;
     let grown = conn.execute_batch(&format!(
         "BEGIN IMMEDIATE; CREATE TABLE reserve (b BLOB); INSERT INTO reserve VALUES (zeroblob({})); COMMIT;
          BEGIN IMMEDIATE; DROP TABLE reserve; COMMIT; PRAGMA wal_checkpoint(RESTART);",
