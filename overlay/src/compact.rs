@@ -1,12 +1,22 @@
 //! Giving space back to the host.
 
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::block::Block;
+use crate::block::{Block, Host};
+use crate::create::{Layer, prepare};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::inspect::inspect;
+use crate::layout::{CLUSTER, TABLE_ENTRIES};
+use crate::lock::Lock;
+use crate::maintain::load_sound;
 use crate::open::open;
+use crate::tables::{COPIED, Mapping, Tables, ZERO, read_numbers};
 
 /// Clusters that are punched together.
 const BATCH: usize = 1024;
@@ -33,6 +43,77 @@ pub fn compact(path: &Path, bases: &[&Path], progress: &mut dyn FnMut(u64, u64))
     overlay.give_back(progress).map_err(failed)?;
     overlay.close().map_err(failed)?;
     Ok(Compacted { used_before, used_after: inspect(path)?.used_bytes })
+}
+
+/// Writes an overlay that isn't in use anew, with its content in order and nothing between, and puts that in its place:
+/// for hosts that can't punch holes, and for files in many fragments. Takes room for a second copy meanwhile; a crash
+/// leaves the old file. Base, identity and generation stay.
+///
+/// `progress` is as for [`compact`].
+///
+/// # Errors
+/// [`Error::Locked`], [`Error::Corrupt`], [`Error::Unsupported`], [`Error::NoSpace`], [`Error::Io`].
+pub fn rewrite(path: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Compacted, Error> {
+    let used_before = inspect(path)?.used_bytes;
+    let lock = Lock::acquire(path)?;
+    let (old, _) = load_sound(lock.file(), path)?;
+    let layer = Layer {
+        path: Path::new(OsStr::from_bytes(&old.header.backing_name)),
+        format: old.torpor.format,
+        identity: &old.torpor.identity,
+        generation: old.torpor.generation,
+    };
+    let new = prepare(path, &layer, old.header.virtual_bytes)?;
+    let tables = Tables::load(new.file(), new.path())?;
+    let copy = Copy { from: lock.file(), to: new.file(), old: &old, new: &tables };
+    copy.all(progress).map_err(|source| Error::io(new.path(), "write", source))?;
+    new.replace()?;
+    Ok(Compacted { used_before, used_after: inspect(path)?.used_bytes })
+}
+
+/// A copy into a new overlay that no one else knows of: the order of writes doesn't matter.
+struct Copy<'a> {
+    from: &'a File,
+    to: &'a File,
+    old: &'a Tables,
+    new: &'a Tables,
+}
+
+impl Copy<'_> {
+    fn all(&self, progress: &mut dyn FnMut(u64, u64)) -> io::Result<()> {
+        let first = self.new.metadata_clusters().count() as u64;
+        let mut next = first;
+        for (number, (from, to)) in (1..).zip(self.old.l2.iter().zip(&self.new.l2)) {
+            if self.from.next_data(*from, from + CLUSTER)?.0 < from + CLUSTER {
+                let entries = read_numbers(self.from, *from, TABLE_ENTRIES)?;
+                let moved: io::Result<Vec<u64>> =
+                    entries.iter().map(|entry| self.entry(*entry, &mut next)).collect();
+                let bytes: Vec<u8> = moved?.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+                self.to.write_all_at(&bytes, *to)?;
+            }
+            let size = self.old.header.virtual_bytes;
+            progress(size.min(number * TABLE_ENTRIES * CLUSTER), size);
+        }
+        // In a new overlay the refcount blocks are one array.
+        let ones: Vec<u8> = (first..next).flat_map(|_| 1u16.to_be_bytes()).collect();
+        self.to.write_all_at(&ones, self.new.blocks[0] + first * 2)
+    }
+
+    /// Copies what an entry refers to; returns the new one.
+    fn entry(&self, entry: u64, next: &mut u64) -> io::Result<u64> {
+        match Mapping::of(entry) {
+            Mapping::Base => Ok(0),
+            Mapping::Zero(_) => Ok(ZERO),
+            Mapping::Data(host) => {
+                let mut content = vec![0; CLUSTER as usize];
+                Host::read(self.from, &mut content, host * CLUSTER)?;
+                let offset = *next * CLUSTER;
+                self.to.write_all_at(&content, offset)?;
+                *next += 1;
+                Ok(offset | COPIED)
+            }
+        }
+    }
 }
 
 impl Engine {

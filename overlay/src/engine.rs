@@ -14,9 +14,10 @@
 //! are counted but not referred to (leaks), never the reverse.
 //!
 //! # Threads
-//! Requests are cut at guest clusters. Reading, and writing in place, hold the cluster's lock shared; giving it
-//! another host cluster or none holds it exclusively. So no request can be under way in a host cluster that is
-//! given up. Locks are taken in the order gate, cluster, (flush,) meta; the meta lock is never held over data I/O.
+//! Reading, and writing in place, hold the lock of each guest cluster shared; giving a guest cluster another host
+//! cluster or none holds it exclusively. So no request can be under way in a host cluster that is given up. Locks are
+//! taken in the order gate, guest clusters, meta, or gate, flush, meta: no flush begins under a guest cluster's lock,
+//! and the meta lock is never held over data I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -128,6 +129,12 @@ impl Engine {
         self.l2.resize_with(tables.l2.len(), OnceLock::new);
         self.tables = tables;
         grown
+    }
+
+    /// Checks what is on the disk, between two flushes.
+    pub(crate) fn check(&self, path: &Path) -> Result<check::Report, Error> {
+        let _between = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        check::scan(&*self.host, &self.tables, path).map(|scan| scan.report)
     }
 
     pub(crate) fn refuse_broken(&self) -> io::Result<()> {

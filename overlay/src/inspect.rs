@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::base::BaseIdentity;
 use crate::error::{Error, Flaw};
 use crate::files::read_up_to;
-use crate::header::{Header, PREFIX};
+use crate::header::{Header, PREFIX, State};
 use crate::layout::CLUSTER_BITS;
 
 /// What [`inspect`] finds.
@@ -27,6 +27,8 @@ pub struct Info {
     pub generation: u64,
     /// Made by this crate, with its layout.
     pub ours: bool,
+    /// Read-only for ever, as other overlays stand on it (see [`crate::fork()`]).
+    pub sealed: bool,
 }
 
 /// Reads an image's header and its use of the host's disk. Takes no lock; works on an image in use.
@@ -42,9 +44,9 @@ pub fn inspect(path: &Path) -> Result<Info, Error> {
     }
     let header = read_header(&file, path)?;
     let ours = header.cluster_bits == CLUSTER_BITS && header.version == 3 && header.torpor.is_some();
-    let (base, generation) = match header.torpor {
-        Some(torpor) if ours => (torpor.identity, torpor.generation),
-        _ => (BaseIdentity::default(), 0),
+    let (base, generation, sealed) = match header.torpor {
+        Some(torpor) if ours => (torpor.identity, torpor.generation, torpor.state == State::Sealed),
+        _ => (BaseIdentity::default(), 0, false),
     };
     Ok(Info {
         virtual_bytes: header.virtual_bytes,
@@ -53,6 +55,7 @@ pub fn inspect(path: &Path) -> Result<Info, Error> {
         base_path: PathBuf::from(OsString::from_vec(header.backing_name)),
         generation,
         ours,
+        sealed,
     })
 }
 

@@ -7,6 +7,29 @@
 //!
 //! The base is named by its digest, kept in a header extension of our own ([`BaseIdentity`]); what the qcow2
 //! header says about a backing file is written for other tools and never trusted here.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use torpor_overlay::{BaseIdentity, Block, create, open, sha256_file};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (base, path) = (Path::new("/images/base.raw"), Path::new("/sandboxes/one/overlay.qcow2"));
+//! let identity = BaseIdentity { digest: sha256_file(base)?, size: base.metadata()?.len() };
+//! create(path, base, &identity, 10 << 30)?;
+//! let disk = open(path, &[base])?; // takes the lock, verifies the base, checks the image
+//! disk.write(b"hello", 4096)?;
+//! disk.flush()?; // durable from here on
+//! disk.close()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is where
+//! - [`create`], [`inspect`], [`verify_base`], [`Lock`]: for a driver whose hypervisor does the I/O itself; with
+//!   [`raise_generation`] before it starts and [`mark_closed`] after it ended.
+//! - [`open()`] and [`Block`]: the engine, for a VMM. [`Raw`] and [`Image`] are the other disks.
+//! - [`check`], [`repair`], [`grow`], [`compact`], [`rewrite`], [`flatten`], [`export`], [`fork()`]: for the workspace at rest.
+//! - [`fault`]: disks that fail and hosts that crash, for tests.
 
 mod alloc;
 mod base;
@@ -37,7 +60,7 @@ mod vectors;
 pub use base::{BaseIdentity, sha256_file, verify_base};
 pub use block::{Block, Host, Raw};
 pub use check::Report;
-pub use compact::{Compacted, compact};
+pub use compact::{Compacted, compact, rewrite};
 pub use create::create;
 pub use error::Error;
 pub use export::{Format, export, flatten};

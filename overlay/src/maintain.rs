@@ -15,8 +15,11 @@ use crate::lock::Lock;
 use crate::open::sealed;
 use crate::tables::{COPIED, Tables};
 
-/// Checks an overlay without changing it and without a lock. While it is in use, what it says of leaks may be out of
-/// date.
+/// What a disk writes whole, whatever happens.
+const SECTOR: u64 = 512;
+
+/// Checks an overlay without changing it and without a lock. It must not be written to meanwhile, or the report is of
+/// a mixture of old and new; for an overlay that is open see [`crate::Overlay::check`].
 ///
 /// # Errors
 /// [`Error::DataMissing`], [`Error::Io`]; [`Error::Corrupt`] and [`Error::Unsupported`] when its tables can't be
@@ -63,7 +66,8 @@ pub(crate) fn write_refcounts(host: &dyn Host, tables: &Tables, scan: Scan) -> i
     host.sync()
 }
 
-fn load_sound(host: &dyn Host, path: &Path) -> Result<(Tables, Scan), Error> {
+/// The tables of an image that may be written to, and its state.
+pub(crate) fn load_sound(host: &dyn Host, path: &Path) -> Result<(Tables, Scan), Error> {
     let tables = Tables::load(host, path)?;
     if tables.torpor.state == State::Sealed {
         return Err(sealed(path));
@@ -122,13 +126,11 @@ pub fn grow_on(host: &dyn Host, path: &Path, size: u64) -> Result<(), Error> {
     if layout.virtual_bytes == present {
         return Ok(());
     }
-    let length = host.length().map_err(|source| Error::io(path, "inspect", source))?;
-    let start = scan.used.end().max(length.div_ceil(CLUSTER));
-    let plan = Growth::plan(&tables, layout.virtual_bytes, start).map_err(|flaw| flaw.at(path))?;
+    let plan = Growth::plan(&tables, layout.virtual_bytes, scan.used.end()).map_err(|flaw| flaw.at(path))?;
     plan.carry_out(host, &tables, scan).map_err(|source| Error::io(path, "grow", source))
 }
 
-/// New tables at the end of the file.
+/// New tables after the last used cluster.
 struct Growth {
     size: u64,
     /// First new refcount block (a cluster), and how many.
@@ -160,6 +162,8 @@ impl Growth {
     /// Refcounts, then references to them, then references to tables, then the size: each durable before the next.
     fn carry_out(&self, host: &dyn Host, tables: &Tables, mut scan: Scan) -> io::Result<()> {
         let end = self.l2.0 + self.l2.1;
+        // What lies there is referred to by nothing; what comes there must be zeros.
+        host.set_length(self.blocks.0 * CLUSTER)?;
         host.set_length(end * CLUSTER)?;
         let mut all = tables.clone();
         all.blocks.extend((0..self.blocks.1).map(|n| (self.blocks.0 + n) * CLUSTER));
@@ -171,6 +175,7 @@ impl Growth {
         let first_block = tables.blocks.len() as u64;
         let table = tables.header.refcount_table_offset + first_block * 8;
         write_references(host, table, self.blocks, 0)?;
+        // Not looked at before the size says so.
         let l1 = tables.header.l1_offset + tables.l2.len() as u64 * 8;
         write_references(host, l1, self.l2, COPIED)?;
         self.write_size(host, tables)
@@ -187,8 +192,16 @@ impl Growth {
     }
 }
 
+/// Writes references sector by sector, each durable before the next: a table must never have a gap.
 fn write_references(host: &dyn Host, offset: u64, (first, count): (u64, u64), flag: u64) -> io::Result<()> {
     let bytes: Vec<u8> = (0..count).flat_map(|n| (((first + n) * CLUSTER) | flag).to_be_bytes()).collect();
-    host.write(&bytes, offset)?;
-    host.sync()
+    let to_sector_end = (SECTOR - offset % SECTOR) as usize;
+    let (head, rest) = bytes.split_at(to_sector_end.min(bytes.len()));
+    let mut at = offset;
+    for piece in [head].into_iter().chain(rest.chunks(SECTOR as usize)) {
+        host.write(piece, at)?;
+        host.sync()?;
+        at += piece.len() as u64;
+    }
+    Ok(())
 }

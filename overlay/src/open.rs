@@ -65,6 +65,7 @@ pub fn raise_generation(lock: &Lock) -> Result<u64, Error> {
     if tables.torpor.state == State::Sealed {
         return Err(sealed(lock.path()));
     }
+    scan(lock.file(), &tables, lock.path())?.refuse_damage(lock.path())?;
     let generation = tables.torpor.generation.saturating_add(1);
     write_state(lock.file(), &tables.torpor, generation, State::Open)
         .map_err(|source| Error::io(lock.path(), "raise the generation of", source))?;

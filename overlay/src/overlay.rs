@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::block::{Block, Host, check_range, total};
+use crate::check::Report;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::layout::{CLUSTER, TABLE_ENTRIES};
@@ -77,6 +78,15 @@ impl Overlay {
     /// The image's path.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Checks what is on the disk, while requests go on. What waits for the next flush isn't in the report, and
+    /// clusters that were given up lately count as leaked.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn check(&self) -> Result<Report, Error> {
+        self.shared().engine.check(&self.path)
     }
 
     /// True while the host has no room for what the guest writes: set by the first request that fails for that reason,

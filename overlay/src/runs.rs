@@ -115,6 +115,7 @@ impl Engine {
             self.link(entry, cluster, old, (host * CLUSTER) | COPIED);
         }
         drop(locks);
+        self.full.store(false, Ordering::Relaxed);
         self.bound_changes()?;
         Ok(count)
     }

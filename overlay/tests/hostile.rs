@@ -4,7 +4,8 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::path::Path;
 use std::sync::OnceLock;
 
 use common::Bench;
@@ -16,8 +17,9 @@ use torpor_overlay::{Block, Image, Overlay, Raw, check, inspect, open};
 const CLUSTER: u64 = 65_536;
 
 struct Sample {
-    bench: Bench,
     bytes: Vec<u8>,
+    /// The base's file, which has no name any more.
+    base: File,
 }
 
 /// A small overlay with some content.
@@ -32,8 +34,7 @@ fn sample() -> &'static Sample {
             perform(&disk, &operation(&mut random, disk.size(), 512)).unwrap();
         }
         disk.close().unwrap();
-        let bytes = std::fs::read(path).unwrap();
-        Sample { bench, bytes }
+        Sample { bytes: std::fs::read(path).unwrap(), base: File::open(&bench.base).unwrap() }
     })
 }
 
@@ -67,13 +68,13 @@ fn changed(changes: &[(usize, Vec<u8>)], length: usize) -> Vec<u8> {
 }
 
 fn base() -> Box<dyn Block> {
-    Box::new(Raw::open_read_only(&sample().bench.base).unwrap())
+    Box::new(Raw::from_file(sample().base.try_clone().unwrap(), false).unwrap())
 }
 
-fn write_to(name: &str, image: &[u8]) -> PathBuf {
-    let path = sample().bench.path(name);
-    std::fs::write(&path, image).unwrap();
-    path
+fn file_of(image: &[u8]) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), image).unwrap();
+    file
 }
 
 /// Reads here and there, to the end.
@@ -91,9 +92,9 @@ fn tables_far_beyond_the_file_are_damage_and_take_no_memory() {
     for field in [40, 48] {
         let mut image = sample().bytes.clone();
         image[field..field + 8].copy_from_slice(&(1u64 << 55).to_be_bytes());
-        let path = write_to("far.qcow2", &image);
-        assert_eq!(check(&path).unwrap_err().reason(), "CORRUPT");
-        assert_eq!(open(&path, &[&sample().bench.base]).unwrap_err().reason(), "CORRUPT");
+        assert_eq!(check(file_of(&image).path()).unwrap_err().reason(), "CORRUPT");
+        let opened = Overlay::open_on(Box::new(Recorder::new(image)), base(), Path::new("far"));
+        assert_eq!(opened.unwrap_err().reason(), "CORRUPT");
     }
 }
 
@@ -116,7 +117,7 @@ proptest! {
                 }
                 look_around(&disk);
                 disk.close().unwrap();
-                let report = check(&write_to("after.qcow2", &recorder.content())).unwrap();
+                let report = check(file_of(&recorder.content()).path()).unwrap();
                 prop_assert!(report.damages == 0 && report.leaked_clusters == 0, "{report:?}");
             }
         }
@@ -127,10 +128,10 @@ proptest! {
         changes in prop::collection::vec(change(), 0..6),
         length in prop_oneof![Just(usize::MAX), 0usize..400_000],
     ) {
-        let path = write_to("read.qcow2", &changed(&changes, length));
-        let _ = inspect(&path);
-        let _ = check(&path);
-        if let Ok(image) = Image::open(&path, Some(base())) {
+        let file = file_of(&changed(&changes, length));
+        let _ = inspect(file.path());
+        let _ = check(file.path());
+        if let Ok(image) = Image::open(file.path(), Some(base())) {
             look_around(&image);
         }
     }

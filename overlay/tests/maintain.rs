@@ -11,7 +11,7 @@ use common::model::{CLUSTER, Model, Random, content, operation, perform};
 use common::{Bench, assert_clean, assert_no_corruption, base_content, qemu_tools, run, text};
 use torpor_overlay::{
     Block, Error, Format, Image, Lock, check, compact, export, flatten, fork, grow, inspect, mark_closed,
-    open, open_read_only, raise_generation, repair, verify_base,
+    open, open_read_only, raise_generation, repair, rewrite, verify_base,
 };
 
 const MIB: u64 = 1 << 20;
@@ -211,6 +211,41 @@ fn compact_gives_zeroed_and_stale_clusters_back_to_the_host() {
 }
 
 #[test]
+fn a_rewritten_overlay_is_dense_and_holds_the_same() {
+    let bench = Bench::new(BASE);
+    let path = bench.overlay(700 * MIB);
+    let now = scribble(&path, &[&bench.base], base_content(BASE), 8);
+    let disk = open(&path, &[&bench.base]).unwrap();
+    disk.write(b"last", 700 * MIB - 4).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let before = inspect(&path).unwrap();
+    assert_eq!(rewrite(&path, &mut |done, all| assert!(done <= all)).unwrap().used_before, before.used_bytes);
+    let after = inspect(&path).unwrap();
+    assert_eq!(
+        (after.generation, &after.base, &after.base_path),
+        (before.generation, &before.base, &before.base_path)
+    );
+    let report = check(&path).unwrap();
+    assert_eq!((report.damages, report.leaked_clusters), (0, 0));
+    if qemu_tools("a_rewritten_overlay_is_dense_and_holds_the_same") {
+        assert_clean(&path);
+    }
+    let disk = open(&path, &[&bench.base]).unwrap();
+    let mut found = vec![1; now.len()];
+    disk.read(&mut found, 0).unwrap();
+    assert!(found[..8 << 20] == now[..8 << 20]);
+    disk.read(&mut found[..4], 700 * MIB - 4).unwrap();
+    assert_eq!(&found[..4], b"last");
+    // Metadata (header, refcount table and block, L1, two L2 tables), and the data right behind it.
+    let clusters = path.metadata().unwrap().len() / CLUSTER;
+    assert_eq!(clusters, 6 + report.data_clusters);
+    disk.write(&[9; 300_000], 20 * MIB).unwrap();
+    disk.close().unwrap();
+    assert_eq!(check(&path).unwrap().damages, 0);
+}
+
+#[test]
 fn exports_and_flattened_bases_hold_what_the_overlay_shows() {
     let bench = Bench::new(BASE);
     let path = bench.overlay(5 * MIB);
@@ -311,7 +346,8 @@ fn forks_share_a_sealed_layer_and_differ_above_it() {
     let mut first = None;
     for (number, child) in paths.iter().chain([&path.as_path()]).enumerate() {
         let info = inspect(child).unwrap();
-        assert_eq!((&info.base, &info.base_path), (&identity, &sealed));
+        assert_eq!((&info.base, &info.base_path, info.sealed), (&identity, &sealed, false));
+        assert!(inspect(&sealed).unwrap().sealed);
         assert!(info.generation > generation);
         same(child, &bases, &now);
         let after = scribble(child, &bases, now.clone(), 100 + number as u64);

@@ -73,10 +73,12 @@ fn many_threads_on_one_overlay_keep_to_their_own_bytes() {
             .map(|thread| scope.spawn(move || write_own_blocks(disk, thread, threads, size / 2)))
             .collect();
         let discarder = scope.spawn(move || discard_and_flush(disk, size / 2, size * 3 / 4));
+        let checker = scope.spawn(move || (0..20).all(|_| disk.check().unwrap().damages == 0));
         let runner = scope.spawn(move || write_runs(disk, size * 3 / 4, size));
         let models = handles.into_iter().map(|handle| handle.join().unwrap()).collect();
         discarder.join().unwrap();
         runner.join().unwrap();
+        assert!(checker.join().unwrap());
         models
     });
     let check = |disk: &Overlay| {
@@ -252,7 +254,7 @@ fn a_flush_after_no_change_costs_no_sync_and_one_after_a_change_does() {
     assert_eq!(syncs() - opened, 3, "data in place");
     // A flush that failed did nothing: the next one must do it.
     disk.discard(0, MIB).unwrap();
-    recorder.fail_after(Some((0, nix::libc::ENOSPC)));
+    recorder.fail_after(Some((1, nix::libc::ENOSPC)));
     disk.flush().unwrap_err();
     recorder.fail_after(None);
     let before = recorder.log().len();
