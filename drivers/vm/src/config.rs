@@ -108,6 +108,39 @@ pub enum ConfigError {
         #[source]
         source: torpor_images::Error,
     },
+    /// Another driver holds the run directory.
+    #[error(
+        "the run directory {} is in use by another gateway; end that one, or give this one another --run-dir",
+        path.display()
+    )]
+    RunDirInUse {
+        /// The run directory.
+        path: PathBuf,
+    },
+    /// The VMs in the run directory are another state directory's.
+    #[error(
+        "the run directory {} belongs to the state directory {}, not to {}; give another --run-dir",
+        path.display(),
+        owner.display(),
+        state_dir.display()
+    )]
+    RunDirOwned {
+        /// The run directory.
+        path: PathBuf,
+        /// The state directory that it belongs to.
+        owner: PathBuf,
+        /// The one that was given.
+        state_dir: PathBuf,
+    },
+    /// A file that says whose the run directory is can't be used.
+    #[error("claim the run directory by {}", path.display())]
+    Claim {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
     /// A folder can't be made.
     #[error("make the directory {}", path.display())]
     Folder {

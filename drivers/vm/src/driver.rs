@@ -27,8 +27,11 @@ use crate::{
     assets::Assets,
     config::{ConfigError, VmConfig},
     host::Host,
+    live::Live,
     machine,
+    owner::Owner,
     probe::{self, Probe},
+    rundir::{self, RunDir},
     store::Store,
     vm::Vm,
 };
@@ -49,11 +52,20 @@ const MANY_LOCKS: usize = 4096;
 
 /// One sandbox's locks.
 #[derive(Clone, Debug, Default)]
-struct Locks {
+pub(crate) struct Locks {
     /// Held by a verb, and by its blocking steps: these go on when the verb is dropped, and the next one must wait.
     verb: Arc<tokio::sync::Mutex<()>>,
     /// Held by a blocking step that changes something: while it lasts, nobody can tell the truth.
     step: Arc<tokio::sync::Mutex<()>>,
+    /// Held while its VM is looked for and taken up, so that it has one watcher.
+    pub(crate) adopt: Arc<tokio::sync::Mutex<()>>,
+}
+
+impl Locks {
+    /// Whether somebody holds or waits for one: who does has a clone of it.
+    fn in_use(&self) -> bool {
+        [&self.verb, &self.step, &self.adopt].iter().any(|lock| Arc::strong_count(lock) > 1)
+    }
 }
 
 /// What lets a verb's steps run.
@@ -64,10 +76,11 @@ pub struct VmDriver {
     pub(crate) config: VmConfig,
     pub(crate) host: Arc<Host>,
     probe: Probe,
-    hints: broadcast::Sender<SandboxId>,
-    /// The VMs that are watched. The lock is held while one is taken up, so that each has one watcher.
-    live: tokio::sync::Mutex<HashMap<SandboxId, Arc<Vm>>>,
+    pub(crate) hints: broadcast::Sender<SandboxId>,
+    pub(crate) live: Live,
     locks: Mutex<HashMap<SandboxId, Locks>>,
+    /// Last: given up when all else is. Not the host's, which outlives the driver in steps that nobody waits for any more.
+    _owner: Owner,
 }
 
 impl std::fmt::Debug for VmDriver {
@@ -81,7 +94,8 @@ impl std::fmt::Debug for VmDriver {
 
 impl Drop for VmDriver {
     fn drop(&mut self) {
-        self.live.get_mut().values().for_each(|vm| vm.abandon());
+        let live = self.live.get_mut().unwrap_or_else(PoisonError::into_inner);
+        live.values().for_each(|vm| vm.abandon());
     }
 }
 
@@ -90,12 +104,14 @@ impl VmDriver {
     /// time on a booted host. Starts and stops nothing: [`VmDriver::sweep`] does.
     ///
     /// # Errors
-    /// A value of the configuration that can't work, or a folder that can't be made.
+    /// A value of the configuration that can't work, a folder that can't be made, or a run directory that is another
+    /// gateway's.
     pub fn new(config: VmConfig, ledger: Arc<dyn Ledger>) -> Result<Arc<Self>, ConfigError> {
         config.validate()?;
         let folder = |path: &std::path::Path, source| ConfigError::Folder { path: path.to_owned(), source };
         let store = Store::open(&config.state_dir).map_err(|source| folder(&config.state_dir, source))?;
         std::fs::create_dir_all(&config.run_dir).map_err(|source| folder(&config.run_dir, source))?;
+        let owner = Owner::claim(&config.run_dir, &config.state_dir)?;
         let assets = Assets::open(&config)?;
         let probe = match &config.probe {
             Some(program) => probe::cached(program, &config.state_dir),
@@ -104,7 +120,8 @@ impl VmDriver {
         let machine = machine::open(&config, &probe)?;
         let host = Arc::new(Host::new(&config, store, assets, ledger, machine));
         let (hints, _) = broadcast::channel(HINTS);
-        Ok(Arc::new(Self { config, host, probe, hints, live: Default::default(), locks: Default::default() }))
+        let (live, locks) = Default::default();
+        Ok(Arc::new(Self { config, host, probe, hints, live, locks, _owner: owner }))
     }
 
     /// What was found out about this host's KVM.
@@ -112,11 +129,10 @@ impl VmDriver {
         &self.probe
     }
 
-    fn locks(&self, id: &SandboxId) -> Locks {
+    pub(crate) fn locks(&self, id: &SandboxId) -> Locks {
         let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
         if locks.len() >= MANY_LOCKS {
-            // Who holds or waits for one has a clone of it.
-            locks.retain(|_, locks| Arc::strong_count(&locks.verb) > 1 || Arc::strong_count(&locks.step) > 1);
+            locks.retain(|_, locks| locks.in_use());
         }
         locks.entry(id.clone()).or_default().clone()
     }
@@ -142,43 +158,13 @@ impl VmDriver {
         .await
     }
 
-    async fn blocking<T: Send + 'static>(
+    pub(crate) async fn blocking<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, DriverError> + Send + 'static,
     ) -> Result<T, DriverError> {
         tokio::task::spawn_blocking(work)
             .await
             .unwrap_or_else(|error| Err(DriverError::backend("run a step", error)))
-    }
-
-    /// The running VM of a sandbox, taken up when it isn't watched yet.
-    pub(crate) async fn live(&self, id: &SandboxId) -> Result<Option<Arc<Vm>>, DriverError> {
-        let mut live = self.live.lock().await;
-        if let Some(vm) = live.get(id) {
-            if !vm.seen().gone {
-                return Ok(Some(Arc::clone(vm)));
-            }
-            live.remove(id);
-        }
-        let (host, wanted) = (Arc::clone(&self.host), id.clone());
-        let Some((record, handle)) = self.blocking(move || host.find(&wanted)).await? else {
-            return Ok(None);
-        };
-        tracing::info!(sandbox = %id, run = %record.run, pid = handle.identity().pid, "adopted");
-        Ok(Some(self.watch(&mut live, record, handle)))
-    }
-
-    fn watch(
-        &self,
-        live: &mut HashMap<SandboxId, Arc<Vm>>,
-        record: crate::rundir::Record,
-        handle: crate::process::Handle,
-    ) -> Arc<Vm> {
-        let id = record.sandbox.clone();
-        let dir = self.host.run_dir(&id);
-        let vm = Vm::watch(record, dir, handle, Arc::clone(&self.host.machine), self.hints.clone());
-        live.insert(id, Arc::clone(&vm));
-        vm
     }
 
     /// Checks, borrows and starts; the VM runs afterwards, its guest boots.
@@ -189,7 +175,7 @@ impl VmDriver {
         turn: &Turn,
     ) -> Result<(Arc<Vm>, SandboxSpec), DriverError> {
         let (host, wanted) = (Arc::clone(&self.host), id.clone());
-        let prepared = self.blocking(move || host.prepare(&wanted)).await?;
+        let prepared = self.blocking(move || host.prepare(&wanted, run)).await?;
         let spec = prepared.spec.clone();
         let wanted = id.clone();
         let launched = self.step(id, turn, move |host| {
@@ -202,13 +188,7 @@ impl VmDriver {
             launched
         });
         let (record, handle) = launched.await?;
-        let mut live = self.live.lock().await;
-        // An observer may have taken it up meanwhile.
-        let vm = match live.get(id).filter(|vm| !vm.seen().gone) {
-            Some(vm) => Arc::clone(vm),
-            None => self.watch(&mut live, record, handle),
-        };
-        Ok((vm, spec))
+        Ok((self.started(record, handle).await, spec))
     }
 
     /// Ends the VM without asking its guest, and sees it gone.
@@ -234,7 +214,7 @@ impl VmDriver {
         if let Some(vm) = self.live(id).await? {
             let until = Instant::now() + deadline.unwrap_or_default();
             let flushed = match deadline {
-                Some(_) => vm.shut_down(until).await,
+                Some(_) => self.flush(&vm, turn, until).await,
                 None => Err("it was not asked to end".to_owned()),
             };
             match flushed {
@@ -245,13 +225,41 @@ impl VmDriver {
             if !vm.seen().gone {
                 self.kill(&vm).await?;
             }
-            self.live.lock().await.remove(id);
-        } else if self.host.run_dir(id).exists() {
-            stopped.detail = Some("it had ended before".to_owned());
+            self.forget(&vm);
+        } else {
+            match self.leftovers(id, ended_flushed).await? {
+                Some(true) => stopped.flushed = true,
+                Some(false) => stopped.detail = Some("it had ended before".to_owned()),
+                None => {}
+            }
         }
         let wanted = id.clone();
         self.step(id, turn, move |host| host.release(&wanted)).await?;
         Ok(stopped)
+    }
+
+    /// Lets the guest flush and end, and notes that it has flushed: a stop that is cut short after it is asked again.
+    async fn flush(&self, vm: &Vm, turn: &Turn, until: Instant) -> Result<(), String> {
+        let run = vm.record.run;
+        if vm.on_disk(move |dir| Ok(dir.flushed(run))).await.unwrap_or_default() {
+            return Ok(());
+        }
+        vm.shut_down(until).await?;
+        let (id, dir) = (&vm.record.sandbox, vm.dir.clone());
+        if let Err(error) = self.step(id, turn, move |_| dir.write_flushed(run)).await {
+            tracing::warn!(sandbox = %id, %error, "that the guest has flushed is not noted");
+        }
+        Ok(())
+    }
+
+    /// What can be read from the folder of a run, if there is one.
+    async fn leftovers<T: Send + 'static>(
+        &self,
+        id: &SandboxId,
+        read: fn(&RunDir) -> T,
+    ) -> Result<Option<T>, DriverError> {
+        let dir = self.host.run_dir(id);
+        self.blocking(move || Ok(dir.exists().then(|| read(&dir)))).await
     }
 
     fn failed(step: &str, cause: String, console: &[u8]) -> DriverError {
@@ -260,33 +268,24 @@ impl VmDriver {
     }
 
     /// Waits for the agent; what doesn't come up is put down again.
-    async fn bring_up(&self, vm: &Vm, spec: &SandboxSpec, turn: &Turn) -> Result<(), DriverError> {
+    async fn bring_up(&self, vm: &Arc<Vm>, spec: &SandboxSpec, turn: &Turn) -> Result<(), DriverError> {
         let id = &vm.record.sandbox;
-        let Err(cause) = vm.wait_ready(spec, &self.host, self.config.boot_timeout).await else {
-            return Ok(());
+        let (host, of) = (Arc::clone(&self.host), Arc::clone(vm));
+        let network = self.blocking(move || Ok(of.network(&host))).await?;
+        let Err(cause) = vm.wait_ready(spec, network, self.config.boot_timeout).await else {
+            // A later gateway must know that there is something to flush before anybody hears that it is ready.
+            return match vm.news() {
+                Some(record) => {
+                    let dir = vm.dir.clone();
+                    self.step(id, turn, move |_| dir.write_record(&record)).await
+                }
+                None => Ok(()),
+            };
         };
         vm.drain(CONSOLE_WAIT).await;
-        let console = vm.dir.console(4096);
+        let console = vm.on_disk(|dir| Ok(dir.console(4096))).await.unwrap_or_default();
         self.put_down(id, turn, None).await?;
         Err(Self::failed("boot", cause, &console))
-    }
-
-    /// What the folder of a run says when its process isn't there.
-    fn observe_leftovers(&self, id: &SandboxId) -> Observed {
-        let dir = self.host.run_dir(id);
-        let lost = |run, text: &str| Observed::Ended(Ended { run, exit: Exit::Lost(text.to_owned()) });
-        match dir.record() {
-            Ok(Some(record)) => match (dir.exit(record.run), record.process) {
-                (Some(exit), _) => Observed::Ended(Ended { run: record.run, exit }),
-                // A start that was cut short before there was a process: the next start of that run goes on.
-                (None, None) => Observed::Running { run: record.run, agent: false },
-                (None, Some(process)) => {
-                    lost(record.run, &format!("the VM process {} is gone; nobody saw it end", process.pid))
-                }
-            },
-            Ok(None) => lost(Run(0), "a start was cut short"),
-            Err(error) => lost(Run(0), &error.to_string()),
-        }
     }
 
     async fn observe_live(&self, vm: &Vm) -> Observed {
@@ -339,11 +338,6 @@ impl ComputeDriver for VmDriver {
     }
 
     async fn create(&self, id: &SandboxId, spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
-        if spec.machine == "kvm" {
-            return Err(DriverError::Unsupported(
-                "machine: 'kvm' is not part of this version; use auto or qemu".into(),
-            ));
-        }
         let turn = self.turn(id).await;
         let (wanted, spec) = (id.clone(), spec.clone());
         self.step(id, &turn, move |host| {
@@ -368,11 +362,12 @@ impl ComputeDriver for VmDriver {
                 );
                 return Err(DriverError::Invalid(text));
             }
-            let spec = self.host.store.spec(id)?;
+            let (host, wanted) = (Arc::clone(&self.host), id.clone());
+            let spec = self.blocking(move || host.store.spec(&wanted)).await?;
             self.bring_up(&vm, &spec, &turn).await?;
             return Ok(Change::Already);
         }
-        if self.host.run_dir(id).exists() {
+        if self.leftovers(id, |_| ()).await?.is_some() {
             let wanted = id.clone();
             self.step(id, &turn, move |host| host.release(&wanted)).await?;
         }
@@ -391,7 +386,7 @@ impl ComputeDriver for VmDriver {
 
     async fn delete(&self, id: &SandboxId) -> Result<Change, DriverError> {
         let turn = self.turn(id).await;
-        let ran = self.live(id).await?.is_some() || self.host.run_dir(id).exists();
+        let ran = self.live(id).await?.is_some() || self.leftovers(id, |_| ()).await?.is_some();
         self.put_down(id, &turn, None).await?;
         let wanted = id.clone();
         let change = self.step(id, &turn, move |host| host.store.delete(&wanted)).await?;
@@ -409,10 +404,12 @@ impl ComputeDriver for VmDriver {
             drop(quiet);
             return Ok(self.observe_live(&vm).await);
         }
-        if self.host.run_dir(id).exists() {
-            return Ok(self.observe_leftovers(id));
+        if let Some(seen) = self.leftovers(id, observe_leftovers).await? {
+            return Ok(seen);
         }
-        Ok(if self.host.store.exists(id) { Observed::Stopped { memory: false } } else { Observed::Missing })
+        let (host, wanted) = (Arc::clone(&self.host), id.clone());
+        let stored = self.blocking(move || Ok(host.store.exists(&wanted))).await?;
+        Ok(if stored { Observed::Stopped { memory: false } } else { Observed::Missing })
     }
 
     async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
@@ -420,7 +417,7 @@ impl ComputeDriver for VmDriver {
         self.blocking(move || {
             let failed = |source| DriverError::backend("list the sandboxes", source);
             let mut ids = host.store.list().map_err(failed)?;
-            ids.extend(crate::sweep::runs(&host).map_err(failed)?);
+            ids.extend(rundir::all(host.run_root()).map_err(failed)?);
             ids.sort();
             ids.dedup();
             Ok(ids)
@@ -438,28 +435,58 @@ impl ComputeDriver for VmDriver {
     }
 
     async fn facts(&self, id: &SandboxId) -> Facts {
-        let vm = self.live(id).await.ok().flatten();
+        let vm = self.watched(id);
         let overlay = self.host.store.overlay(id);
-        let disk = torpor_overlay::inspect(&overlay).ok().map(|info| DiskFacts {
-            virtual_bytes: info.virtual_bytes,
-            used_bytes: info.used_bytes,
-            path: overlay.display().to_string(),
+        let looked = self.blocking(move || {
+            let disk = torpor_overlay::inspect(&overlay).ok().map(|info| DiskFacts {
+                virtual_bytes: info.virtual_bytes,
+                used_bytes: info.used_bytes,
+                path: overlay.display().to_string(),
+            });
+            let machine = vm.as_ref().map(|vm| vm.record.label.clone());
+            let boot_id = vm.as_ref().and_then(|vm| vm.boot_id());
+            Ok(Facts { host: vm.map(|vm| host_facts(&vm)), disk, machine, boot_id })
         });
-        let machine = vm.as_ref().map(|vm| vm.record.label.clone());
-        let boot_id = vm.as_ref().and_then(|vm| vm.boot_id());
-        Facts { host: vm.map(|vm| host_facts(&vm)), disk, machine, boot_id }
+        looked.await.unwrap_or_default()
     }
 
     async fn console(&self, id: &SandboxId, bytes: usize) -> Vec<u8> {
-        if let Ok(Some(vm)) = self.live(id).await {
+        if let Some(vm) = self.watched(id) {
             vm.drain(CONSOLE_WAIT).await;
         }
-        let dir = self.host.run_dir(id);
-        let text = if dir.exists() { dir.console(bytes) } else { self.host.store.console(id) };
+        let (host, wanted) = (Arc::clone(&self.host), id.clone());
+        let read = self.blocking(move || {
+            let dir = host.run_dir(&wanted);
+            Ok(if dir.exists() { dir.console(bytes) } else { host.store.console(&wanted) })
+        });
+        let text = read.await.unwrap_or_default();
         text[text.len().saturating_sub(bytes)..].to_vec()
     }
 }
 
+/// Whether the guest of a run whose process isn't there had flushed.
+fn ended_flushed(dir: &RunDir) -> bool {
+    dir.record().ok().flatten().is_some_and(|record| dir.flushed(record.run))
+}
+
+/// What the folder of a run says when its process isn't there.
+fn observe_leftovers(dir: &RunDir) -> Observed {
+    let lost = |run, text: &str| Observed::Ended(Ended { run, exit: Exit::Lost(text.to_owned()) });
+    match dir.record() {
+        Ok(Some(record)) => match (dir.exit(record.run), record.process) {
+            (Some(exit), _) => Observed::Ended(Ended { run: record.run, exit }),
+            // A start that was cut short before there was a process: the next start of that run goes on.
+            (None, None) => Observed::Running { run: record.run, agent: false },
+            (None, Some(process)) => {
+                lost(record.run, &format!("the VM process {} is gone; nobody saw it end", process.pid))
+            }
+        },
+        Ok(None) => lost(Run(0), "a start was cut short"),
+        Err(error) => lost(Run(0), &error.to_string()),
+    }
+}
+
+/// Reads the process's memory use, which blocks.
 fn host_facts(vm: &Vm) -> HostFacts {
     let record = &vm.record;
     let net = record.net.as_ref();

@@ -1,26 +1,43 @@
 //! Small files that must be whole or absent after a crash.
 
 use std::{
-    fs::{self, File},
+    fs::{self, DirBuilder, File, OpenOptions},
     io::{self, Write as _},
+    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
     path::Path,
 };
 
 use serde::{Serialize, de::DeserializeOwned};
 use torpor_sandbox::DriverError;
 
+/// A file for nobody but its owner: specs hold environments, and those hold secrets.
+const OWNERS_FILE: u32 = 0o600;
+const OWNERS_FOLDER: u32 = 0o700;
+
+/// Opens a file to be written anew; it is its owner's only.
+pub(crate) fn create(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(true).mode(OWNERS_FILE).open(path)
+}
+
+/// Makes a folder, and those above it, for nobody but its owner. One that is there already is left as it is.
+pub(crate) fn make_folder(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(OWNERS_FOLDER).create(path)
+}
+
 /// Writes a file under another name, makes it durable, and gives it its name.
-pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> Result<(), DriverError> {
-    let failed = |source| DriverError::backend(format!("write {}", path.display()), source);
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension("tmp");
-    let write = || -> io::Result<()> {
-        let mut file = File::create(&temporary)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&temporary, path)?;
-        sync_folder_of(path)
-    };
-    write().map_err(failed)
+    let mut file = create(&temporary)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(&temporary, path)?;
+    sync_folder_of(path)
+}
+
+/// [`write_whole`], with an error that names the file.
+pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> Result<(), DriverError> {
+    write_whole(path, bytes)
+        .map_err(|source| DriverError::backend(format!("write {}", path.display()), source))
 }
 
 /// [`write_durably`] of a value as JSON.

@@ -9,7 +9,7 @@ use torpor_proto::agent::v1::{
 };
 use torpor_sandbox::SandboxSpec;
 
-use crate::{host::Host, vm::Vm};
+use crate::{host::Host, vm::Vm, words::said};
 
 /// Pause between two tries of a first call.
 const AGAIN: Duration = Duration::from_millis(100);
@@ -31,7 +31,7 @@ impl Vm {
     pub(crate) async fn wait_ready(
         &self,
         spec: &SandboxSpec,
-        host: &Host,
+        network: Option<Network>,
         limit: Duration,
     ) -> Result<(), String> {
         tokio::select! {
@@ -39,14 +39,13 @@ impl Vm {
                 Some(exit) => describe(&exit),
                 None => "the VM process is gone".to_owned(),
             }),
-            ready = timeout(limit, self.configure(spec, host)) => {
+            ready = timeout(limit, self.configure(spec, network)) => {
                 ready.unwrap_or_else(|_| Err(format!("the agent did not answer within {} s", limit.as_secs())))
             }
         }
     }
 
-    async fn configure(&self, spec: &SandboxSpec, host: &Host) -> Result<(), String> {
-        let network = self.network(host);
+    async fn configure(&self, spec: &SandboxSpec, network: Option<Network>) -> Result<(), String> {
         let mut client = AgentClient::new(self.channel.clone());
         loop {
             // First an answer of any kind: a request that waits for a guest to boot would bring it an old time.
@@ -64,17 +63,18 @@ impl Vm {
                             answer.run, self.record.run
                         ));
                     }
-                    self.set_boot_id(&answer.boot_id);
+                    self.set_configured(&answer.boot_id);
                     return Ok(());
                 }
                 // No connection yet, or it was lost.
                 Ok(Err(status))
                     if matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled) =>
                 {
-                    tracing::debug!(sandbox = %self.record.sandbox, %status, "the agent is not there yet");
+                    let (sandbox, code) = (&self.record.sandbox, status.code());
+                    tracing::debug!(%sandbox, ?code, "the agent is not there yet");
                 }
                 Ok(Err(status)) => {
-                    return Err(format!("the agent refused its configuration: {}", status.message()));
+                    return Err(format!("the agent refused its configuration: {}", said(status.message())));
                 }
                 Err(_) => {}
             }
@@ -82,7 +82,8 @@ impl Vm {
         }
     }
 
-    fn network(&self, host: &Host) -> Option<Network> {
+    /// What the guest is told of its network. Blocks: it reads the host's routes and name servers.
+    pub(crate) fn network(&self, host: &Host) -> Option<Network> {
         let net = self.record.net.as_ref()?;
         Some(Network {
             mac: net.mac.to_string(),
@@ -122,8 +123,8 @@ impl Vm {
             return Err(format!("it had ended before: {}", describe(&exit)));
         }
         let left = until.saturating_duration_since(Instant::now());
-        // A guest that has not come so far holds nothing worth waiting for.
-        if self.boot_id().is_none() && !self.has_begun(BOOTING.min(left)).await {
+        // A guest that has not come so far holds nothing worth waiting for; one that has may use the whole deadline.
+        if !self.is_configured() && !self.has_begun(BOOTING.min(left)).await {
             return Err("its agent had not answered yet".to_owned());
         }
         let ask = until.checked_sub(RESERVE.min(left / 4)).unwrap_or(until);
@@ -144,10 +145,10 @@ impl Vm {
                 if answer.flushed {
                     Ok(())
                 } else {
-                    Err(format!("the guest could not flush: {}", answer.detail))
+                    Err(format!("the guest could not flush: {}", said(&answer.detail)))
                 }
             }
-            Ok(Err(status)) => Err(format!("the agent did not shut down: {}", status.message())),
+            Ok(Err(status)) => Err(format!("the agent did not shut down: {}", said(status.message()))),
             Err(_) => Err(format!("the agent did not answer within {:.1} s", left.as_secs_f64())),
         }
     }

@@ -127,7 +127,7 @@ impl Host {
 
     /// Everything that can be checked before anything is borrowed. May take long: a base that changed its time stamps
     /// is hashed.
-    pub(crate) fn prepare(&self, id: &SandboxId) -> Result<Prepared, DriverError> {
+    pub(crate) fn prepare(&self, id: &SandboxId, run: Run) -> Result<Prepared, DriverError> {
         let spec = self.store.spec(id)?;
         let overlay = self.store.overlay(id);
         if !overlay.exists() {
@@ -140,6 +140,10 @@ impl Host {
                 "nothing was lent to {id}: no address, CPUs and memory to start it with"
             ))
         })?;
+        if loan.run != run.0 {
+            let text = format!("what was lent to {id} is for run {}, not for run {run}", loan.run);
+            return Err(DriverError::Exhausted(text));
+        }
         let net = self.net_of(&loan)?;
         let boot = self.assets.boot(spec.kernel.as_deref().map(Path::new))?;
         Ok(Prepared { spec, loan, net, base, boot })
@@ -173,6 +177,8 @@ impl Host {
             net: Some(prepared.net.clone()),
             cpus: prepared.loan.cpus.to_string(),
             memory_bytes: prepared.loan.memory_bytes,
+            configured: false,
+            boot_id: None,
         };
         dir.make()?;
         // The intent goes first: a process without a record is found by its marker, and only looked for with an intent.
@@ -221,11 +227,11 @@ impl Host {
         cgroup: Option<&Cgroup>,
         loan: &Loan,
     ) -> Result<Handle, DriverError> {
-        let identity = Identity::of(child.id());
+        let unseen = |source| DriverError::backend("watch the VM process", source);
+        let identity = Identity::of(child.id()).map_err(unseen)?;
         record.process = identity;
         let handle = match identity {
-            Some(identity) => Handle::open(&record.sandbox, identity)
-                .map_err(|source| DriverError::backend("watch the VM process", source))?,
+            Some(identity) => Handle::open(&record.sandbox, identity).map_err(unseen)?,
             None => None,
         };
         let handle = handle.ok_or_else(|| DriverError::Failed {
@@ -320,7 +326,10 @@ impl Host {
             None if dir.exists()
                 || torpor_overlay::is_locked(&self.store.overlay(id)).unwrap_or_default() =>
             {
-                process::find(id).map(|(identity, run)| (identity, Some(run)))
+                let found = process::find(id);
+                let found =
+                    found.map_err(|source| DriverError::backend("look for the VM process", source))?;
+                found.map(|(identity, run)| (identity, Some(run)))
             }
             None => None,
         };
@@ -346,6 +355,9 @@ impl Host {
             net: loan.as_ref().and_then(|loan| self.net_of(loan).ok()),
             cpus: loan.as_ref().map(|loan| loan.cpus.to_string()).unwrap_or_default(),
             memory_bytes: loan.map_or(0, |loan| loan.memory_bytes),
+            // Not known: a guest that may hold data is given the time to save it.
+            configured: true,
+            boot_id: None,
         }
     }
 }

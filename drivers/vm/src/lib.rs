@@ -14,7 +14,9 @@ mod errors;
 mod files;
 mod guest;
 mod host;
+mod live;
 mod machine;
+mod owner;
 pub mod probe;
 mod process;
 mod rundir;
@@ -22,6 +24,7 @@ mod store;
 mod sweep;
 mod sys;
 mod vm;
+mod words;
 
 pub use config::{ConfigError, VmConfig};
 pub use driver::VmDriver;

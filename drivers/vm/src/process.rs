@@ -1,8 +1,9 @@
 //! VM processes: who they are, whether they live, how they are ended. A process is known by pid *and* start time, and
 //! is signalled through a pidfd only, so that a number that the kernel gave to somebody else is never hit.
 
-use std::{fs, io, os::fd::OwnedFd, sync::Arc};
+use std::{fs, io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
 };
@@ -10,6 +11,9 @@ use serde::{Deserialize, Serialize};
 use torpor_sandbox::{Run, SandboxId};
 
 use crate::sys;
+
+/// Pause before a process that can't be watched is looked at again.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// What names one process for ever (until the host is restarted).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,14 +26,20 @@ pub(crate) struct Identity {
 
 impl Identity {
     /// The identity of a living process; none when there is none or it is only waiting to be reaped.
-    pub(crate) fn of(pid: u32) -> Option<Self> {
-        let (state, start_time) = parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
-        (!matches!(state, 'Z' | 'X' | 'x')).then_some(Self { pid, start_time })
+    ///
+    /// # Errors
+    /// It can't be told, as without a free descriptor: the process may live.
+    pub(crate) fn of(pid: u32) -> io::Result<Option<Self>> {
+        let Some(text) = read_of(pid, "stat")? else { return Ok(None) };
+        let Some((state, start_time)) = parse_stat(&String::from_utf8_lossy(&text)) else {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is damaged")));
+        };
+        Ok((!matches!(state, 'Z' | 'X' | 'x')).then_some(Self { pid, start_time }))
     }
 
     /// Whether this very process lives.
-    pub(crate) fn is_alive(self) -> bool {
-        Self::of(self.pid) == Some(self)
+    pub(crate) fn is_alive(self) -> io::Result<bool> {
+        Ok(Self::of(self.pid)? == Some(self))
     }
 
     /// Resident memory, bytes; 0 when it can't be told.
@@ -38,6 +48,18 @@ impl Identity {
             .ok()
             .and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok());
         pages.unwrap_or_default() * rustix::param::page_size() as u64
+    }
+}
+
+/// A file of a process in /proc; none when the process is gone or is hidden from us, and so none of ours.
+fn read_of(pid: u32, name: &str) -> io::Result<Option<Vec<u8>>> {
+    use io::ErrorKind::{NotFound, PermissionDenied};
+    match fs::read(format!("/proc/{pid}/{name}")) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if matches!(error.kind(), NotFound | PermissionDenied) => Ok(None),
+        // It went between the open and the read (proc(5)).
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Ok(None),
+        Err(error) => Err(error),
     }
 }
 
@@ -72,18 +94,25 @@ fn run_in_arguments(id: &SandboxId, arguments: &[u8]) -> Option<Run> {
 }
 
 /// The run of the sandbox's VM that `pid` is, if it is one.
-pub(crate) fn run_of(id: &SandboxId, pid: u32) -> Option<Run> {
-    run_in_arguments(id, &fs::read(format!("/proc/{pid}/cmdline")).ok()?)
+pub(crate) fn run_of(id: &SandboxId, pid: u32) -> io::Result<Option<Run>> {
+    Ok(read_of(pid, "cmdline")?.and_then(|arguments| run_in_arguments(id, &arguments)))
 }
 
 /// Looks through all processes for a VM of this sandbox. Needed only where the record of its start is missing or
 /// half-made: it reads all of /proc.
-pub(crate) fn find(id: &SandboxId) -> Option<(Identity, Run)> {
-    fs::read_dir("/proc").ok()?.flatten().find_map(|entry| {
-        let pid = entry.file_name().to_str()?.parse().ok()?;
-        let identity = Identity::of(pid)?;
-        Some((identity, run_of(id, pid)?))
-    })
+///
+/// # Errors
+/// Not every process could be looked at: one of them may be it.
+pub(crate) fn find(id: &SandboxId) -> io::Result<Option<(Identity, Run)>> {
+    for entry in fs::read_dir("/proc")? {
+        let name = entry?.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Some(run) = run_of(id, pid)? else { continue };
+        if let Some(identity) = Identity::of(pid)? {
+            return Ok(Some((identity, run)));
+        }
+    }
+    Ok(None)
 }
 
 /// A process that was seen to be the one that is meant, held by a descriptor.
@@ -97,7 +126,7 @@ impl Handle {
     /// Takes hold of a process, if it lives and is the VM of this sandbox.
     ///
     /// # Errors
-    /// The kernel has no pidfds (older than 5.3) or no descriptor left.
+    /// The kernel has no pidfds (older than 5.3) or no descriptor left: the process may live.
     pub(crate) fn open(id: &SandboxId, identity: Identity) -> io::Result<Option<Self>> {
         let Some(pid) = i32::try_from(identity.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
         let pidfd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
@@ -106,7 +135,7 @@ impl Handle {
             Err(errno) => return Err(errno.into()),
         };
         // Checked after the descriptor was taken: from here on it can't be another's.
-        let same = identity.is_alive() && run_of(id, identity.pid).is_some();
+        let same = identity.is_alive()? && run_of(id, identity.pid)?.is_some();
         Ok(same.then_some(Self { identity, pidfd }))
     }
 
@@ -124,13 +153,37 @@ impl Handle {
     }
 
     /// Waits until it has ended, and reaps it if it is a child of this process. What its status says, if it was.
-    ///
-    /// # Errors
-    /// The runtime can't watch the descriptor.
-    pub(crate) async fn ended(&self) -> io::Result<Option<String>> {
-        let watched = sys::watch_readable(Arc::clone(&self.pidfd))?;
-        let _ready = watched.readable().await?;
-        Ok(self.reap())
+    pub(crate) async fn ended(&self) -> Option<String> {
+        self.ended_as_told_by(|| self.readable()).await
+    }
+
+    /// What `told` says is only a reason to look: an error of the watch, as without a free descriptor, is no end of a process.
+    async fn ended_as_told_by<F: Future<Output = io::Result<()>>>(
+        &self,
+        told: impl Fn() -> F,
+    ) -> Option<String> {
+        loop {
+            let told = told().await;
+            if self.has_ended() {
+                return self.reap();
+            }
+            if let Err(error) = told {
+                let pid = self.identity.pid;
+                tracing::debug!(pid, %error, "the process can't be watched; it is looked at from time to time");
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
+    async fn readable(&self) -> io::Result<()> {
+        sys::watch_readable(Arc::clone(&self.pidfd))?.readable().await.map(drop)
+    }
+
+    /// Asks the descriptor itself, which needs neither another one nor /proc. What can't be told is no end.
+    fn has_ended(&self) -> bool {
+        use std::os::fd::AsFd as _;
+        let mut fds = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
     fn reap(&self) -> Option<String> {
@@ -175,17 +228,17 @@ mod tests {
 
     #[test]
     fn a_process_with_a_reused_pid_or_without_the_marker_is_never_taken_hold_of() {
-        let own = Identity::of(std::process::id()).unwrap();
-        assert!(own.is_alive());
+        let own = Identity::of(std::process::id()).unwrap().unwrap();
+        assert!(own.is_alive().unwrap());
         // Ours by pid and start time, but no VM.
         assert!(Handle::open(&id(), own).unwrap().is_none());
         let mut child = std::process::Command::new("sh")
             .args(["-c", "sleep 60; :", "-name", &marker(&id(), Run(1))])
             .spawn()
             .unwrap();
-        let alive = Identity::of(child.id()).unwrap();
+        let alive = Identity::of(child.id()).unwrap().unwrap();
         let former = Identity { start_time: alive.start_time + 1, ..alive };
-        assert!(!former.is_alive());
+        assert!(!former.is_alive().unwrap());
         assert!(Handle::open(&id(), former).unwrap().is_none());
         assert!(child.try_wait().unwrap().is_none(), "the stranger must live");
         child.kill().unwrap();
@@ -201,7 +254,7 @@ mod tests {
         let pid = child.unwrap().id();
         // The new process shows its arguments once it has executed the program.
         let found = loop {
-            if let Some(found) = find(&id) {
+            if let Some(found) = find(&id).unwrap() {
                 break found;
             }
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
@@ -209,8 +262,30 @@ mod tests {
         assert_eq!((found.0.pid, found.1), (pid, Run(3)));
         let handle = Handle::open(&id, found.0).unwrap().unwrap();
         handle.kill().unwrap();
-        assert_eq!(handle.ended().await.unwrap().as_deref(), Some("killed by signal 9"));
-        assert!(!found.0.is_alive());
+        assert_eq!(handle.ended().await.as_deref(), Some("killed by signal 9"));
+        assert!(!found.0.is_alive().unwrap());
         assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "it was reaped");
+    }
+
+    #[tokio::test]
+    async fn a_process_that_can_not_be_watched_is_not_taken_for_ended() {
+        let id = id();
+        let mut child = std::process::Command::new("sh")
+            .args(["-c", "read end", "-name", &marker(&id, Run(1))])
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let handle = loop {
+            if let Some((identity, _)) = find(&id).unwrap() {
+                break Handle::open(&id, identity).unwrap().unwrap();
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        };
+        let ended = handle.ended_as_told_by(async || Err(io::Error::other("no descriptor left")));
+        tokio::pin!(ended);
+        assert!(tokio::time::timeout(LOOK * 3, &mut ended).await.is_err(), "it lives");
+        assert!(child.try_wait().unwrap().is_none(), "it was reaped");
+        handle.kill().unwrap();
+        assert_eq!(ended.await.as_deref(), Some("killed by signal 9"));
     }
 }

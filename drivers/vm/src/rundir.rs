@@ -13,7 +13,7 @@ use torpor_netpool::GuestNet;
 use torpor_sandbox::{DriverError, Exit, Run, SandboxId};
 
 use crate::{
-    files::{read_json, remove_tree, write_json},
+    files::{create, read_json, remove_tree, write_json},
     process::Identity,
 };
 
@@ -39,6 +39,19 @@ pub(crate) struct Record {
     pub(crate) net: Option<GuestNet>,
     pub(crate) cpus: String,
     pub(crate) memory_bytes: u64,
+    /// Its agent has taken its configuration: the guest works, and has something to flush.
+    #[serde(default)]
+    pub(crate) configured: bool,
+    /// The guest's boot, once it is configured.
+    #[serde(default)]
+    pub(crate) boot_id: Option<String>,
+}
+
+/// The sandboxes that have a folder of a run.
+pub(crate) fn all(run_dir: &Path) -> io::Result<Vec<SandboxId>> {
+    let names = fs::read_dir(run_dir)?.map(|entry| Ok(entry?.file_name()));
+    let names: Vec<_> = names.collect::<io::Result<_>>()?;
+    Ok(names.iter().filter_map(|name| name.to_str()?.parse().ok()).collect())
 }
 
 /// How a run ended by itself (`exit.json`).
@@ -98,6 +111,16 @@ impl RunDir {
         write_json(&self.path.join("exit.json"), &Ending { run, exit: exit.clone() })
     }
 
+    /// Whether the guest of this run has said that its disk is flushed.
+    pub(crate) fn flushed(&self, run: Run) -> bool {
+        read_json(&self.path.join("flushed.json")).is_ok_and(|noted| noted == Some(run))
+    }
+
+    /// Notes it: the stop may end here and go on in a later life of the gateway.
+    pub(crate) fn write_flushed(&self, run: Run) -> Result<(), DriverError> {
+        write_json(&self.path.join("flushed.json"), &run)
+    }
+
     /// The file that takes what the VM process itself says.
     pub(crate) fn log(&self) -> io::Result<File> {
         OpenOptions::new().create(true).append(true).mode(0o600).open(self.path.join("vmm.log"))
@@ -124,7 +147,7 @@ impl RunDir {
         if file.metadata()?.len() > CONSOLE_LIMIT {
             let kept = tail(&path, CONSOLE_KEPT)?;
             let cut = path.with_extension("tmp");
-            fs::write(&cut, kept)?;
+            create(&cut)?.write_all(&kept)?;
             fs::rename(cut, path)?;
         }
         Ok(())
@@ -152,6 +175,8 @@ pub(crate) fn host_boot() -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use torpor_netpool::{PoolConfig, Slot};
 
     use super::*;
@@ -179,6 +204,8 @@ mod tests {
             net: Some(net),
             cpus: "0-1".into(),
             memory_bytes: 1 << 28,
+            configured: true,
+            boot_id: Some(host_boot()),
         };
         dir.write_record(&record).unwrap();
         assert_eq!(dir.record().unwrap(), Some(record));
@@ -191,6 +218,9 @@ mod tests {
         let (_root, dir, _) = folder();
         dir.write_exit(Run(2), &Exit::PowerOff).unwrap();
         assert_eq!((dir.exit(Run(2)), dir.exit(Run(3))), (Some(Exit::PowerOff), None));
+        assert!(!dir.flushed(Run(2)));
+        dir.write_flushed(Run(2)).unwrap();
+        assert_eq!((dir.flushed(Run(2)), dir.flushed(Run(3))), (true, false));
     }
 
     #[test]
@@ -198,7 +228,9 @@ mod tests {
         let (_root, dir, _) = folder();
         for n in 0..64 {
             dir.add_console(&vec![b'a' + n % 26; 16 << 10]).unwrap();
-            assert!(fs::metadata(dir.console_path()).unwrap().len() <= CONSOLE_LIMIT);
+            let file = fs::metadata(dir.console_path()).unwrap();
+            assert!(file.len() <= CONSOLE_LIMIT);
+            assert_eq!(file.permissions().mode() & 0o777, 0o600);
         }
         dir.add_console(b"the end").unwrap();
         assert!(dir.console(100).ends_with(b"the end"));

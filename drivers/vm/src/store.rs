@@ -2,6 +2,7 @@
 
 use std::{
     fs, io,
+    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
 };
 
@@ -11,7 +12,7 @@ use torpor_sandbox::{Change, DriverError, SandboxId, SandboxSpec};
 use crate::{
     assets::Base,
     errors,
-    files::{read_json, remove_tree, sync_folder_of, write_durably, write_json},
+    files::{make_folder, read_json, remove_tree, sync_folder_of, write_durably, write_json},
 };
 
 /// A sandbox's folder under this name is on its way out.
@@ -28,13 +29,22 @@ impl Store {
     /// Opens or makes the folders below the state directory.
     pub(crate) fn open(state_dir: &Path) -> io::Result<Self> {
         let store = Self { sandboxes: state_dir.join("sandboxes"), consoles: state_dir.join("consoles") };
-        fs::create_dir_all(&store.sandboxes)?;
-        fs::create_dir_all(&store.consoles)?;
+        fs::create_dir_all(state_dir)?;
+        for folder in [&store.sandboxes, &store.consoles] {
+            make_folder(folder)?;
+            // Earlier versions let everybody in.
+            fs::set_permissions(folder, fs::Permissions::from_mode(0o700))?;
+        }
         Ok(store)
     }
 
     fn folder(&self, id: &SandboxId) -> PathBuf {
         self.sandboxes.join(id.as_str())
+    }
+
+    /// Where the folder of a sandbox goes before it is removed.
+    fn trash(&self, id: &SandboxId) -> PathBuf {
+        self.sandboxes.join(format!("{TRASH}{id}"))
     }
 
     /// The workspace disk.
@@ -50,16 +60,16 @@ impl Store {
         self.consoles.join(format!("{id}.log"))
     }
 
-    /// Whether there is anything of the sandbox, be it half-made.
+    /// Whether there is anything of the sandbox, be it half-made or half-deleted.
     pub(crate) fn exists(&self, id: &SandboxId) -> bool {
-        self.folder(id).exists()
+        self.folder(id).exists() || self.trash(id).exists()
     }
 
     /// The spec of a sandbox.
     pub(crate) fn spec(&self, id: &SandboxId) -> Result<SandboxSpec, DriverError> {
         match read_json(&self.spec_path(id))? {
             Some(spec) => Ok(spec),
-            None if self.exists(id) => {
+            None if self.folder(id).exists() => {
                 Err(DriverError::DataMissing(format!("{} is missing", self.spec_path(id).display())))
             }
             None => Err(DriverError::Missing),
@@ -78,7 +88,7 @@ impl Store {
         }
         let folder = self.folder(id);
         let failed = |source| DriverError::backend(format!("make {}", folder.display()), source);
-        fs::create_dir_all(&folder).map_err(failed)?;
+        make_folder(&folder).map_err(failed)?;
         sync_folder_of(&folder).map_err(failed)?;
         let identity = BaseIdentity { digest: base.digest.clone(), size: base.size };
         let overlay = self.overlay(id);
@@ -120,11 +130,10 @@ impl Store {
 
     /// Removes all of a sandbox. Renamed first, so that half a folder is never taken for a sandbox.
     pub(crate) fn delete(&self, id: &SandboxId) -> Result<Change, DriverError> {
-        let trash = self.sandboxes.join(format!("{TRASH}{id}"));
-        let folder = self.folder(id);
-        let was_there = folder.exists();
+        let (folder, trash) = (self.folder(id), self.trash(id));
+        let was_there = self.exists(id);
         let failed = |source| DriverError::backend(format!("remove {}", folder.display()), source);
-        if was_there {
+        if folder.exists() {
             remove_tree(&trash)?;
             fs::rename(&folder, &trash).map_err(failed)?;
             sync_folder_of(&folder).map_err(failed)?;
@@ -135,19 +144,32 @@ impl Store {
         Ok(if was_there { Change::Done } else { Change::Already })
     }
 
-    /// Every sandbox that has storage. Finishes deletes that a crash cut short.
+    /// Every sandbox that has storage, be it half-deleted.
     pub(crate) fn list(&self) -> io::Result<Vec<SandboxId>> {
         let mut ids = Vec::new();
         for entry in fs::read_dir(&self.sandboxes)? {
-            let entry = entry?;
-            let name = entry.file_name();
+            let name = entry?.file_name();
             let Some(name) = name.to_str() else { continue };
-            if name.starts_with(TRASH) {
-                let _ = fs::remove_dir_all(entry.path());
-            }
-            ids.extend(name.parse());
+            ids.extend(name.strip_prefix(TRASH).unwrap_or(name).parse());
         }
         Ok(ids)
+    }
+
+    /// Finishes deletes that were cut short. What was removed, and what can't be.
+    pub(crate) fn empty_trash(&self) -> io::Result<Vec<String>> {
+        let mut lines = Vec::new();
+        for entry in fs::read_dir(&self.sandboxes)? {
+            let entry = entry?;
+            if !entry.file_name().to_string_lossy().starts_with(TRASH) {
+                continue;
+            }
+            let path = entry.path();
+            lines.push(match remove_tree(&path) {
+                Ok(()) => format!("{}: the rest of a deleted sandbox was removed", path.display()),
+                Err(error) => error.to_string(),
+            });
+        }
+        Ok(lines)
     }
 
     /// Keeps the console of a run that is over.
@@ -158,5 +180,50 @@ impl Store {
     /// The console of the last run that is over.
     pub(crate) fn console(&self, id: &SandboxId) -> Vec<u8> {
         fs::read(self.console_path(id)).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_delete_that_was_cut_short_left_is_still_there_until_it_is_removed() {
+        let state = tempfile::tempdir().unwrap();
+        let store = Store::open(state.path()).unwrap();
+        let ids = [SandboxId::generate(), SandboxId::generate()];
+        for id in &ids {
+            fs::create_dir(store.trash(id)).unwrap();
+            fs::write(store.trash(id).join("overlay.qcow2"), "x").unwrap();
+        }
+        let mut listed = store.list().unwrap();
+        listed.sort();
+        let mut expected = ids.clone();
+        expected.sort();
+        assert_eq!(listed, expected);
+        assert!(ids.iter().all(|id| store.exists(id)));
+        assert!(matches!(store.spec(&ids[0]), Err(DriverError::Missing)));
+
+        assert_eq!(store.delete(&ids[0]).unwrap(), Change::Done);
+        assert_eq!(store.delete(&ids[0]).unwrap(), Change::Already);
+        assert!(!store.exists(&ids[0]) && store.exists(&ids[1]));
+        assert_eq!(store.empty_trash().unwrap().len(), 1);
+        assert!(!store.exists(&ids[1]));
+        assert_eq!(store.list().unwrap(), []);
+    }
+
+    #[test]
+    fn folders_of_earlier_versions_are_closed_to_others() {
+        let state = tempfile::tempdir().unwrap();
+        for name in ["sandboxes", "consoles"] {
+            fs::create_dir(state.path().join(name)).unwrap();
+            fs::set_permissions(state.path().join(name), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let store = Store::open(state.path()).unwrap();
+        store.keep_console(&SandboxId::generate(), b"secret").unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!([&store.sandboxes, &store.consoles].map(|path| mode(path)), [0o700; 2]);
+        let kept = fs::read_dir(&store.consoles).unwrap().next().unwrap().unwrap();
+        assert_eq!(mode(&kept.path()), 0o600);
     }
 }

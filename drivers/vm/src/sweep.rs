@@ -1,30 +1,29 @@
 //! What earlier lives of the gateway left.
 
-use std::{io, sync::Arc};
+use std::sync::Arc;
 
 use torpor_netpool::{linux, sweep};
 use torpor_sandbox::{ComputeDriver as _, DriverError, SandboxId};
 
-use crate::{driver::VmDriver, errors, host::Host, rundir::host_boot};
-
-/// The sandboxes that have a folder of a run.
-pub(crate) fn runs(host: &Host) -> io::Result<Vec<SandboxId>> {
-    let names = std::fs::read_dir(host.run_root())?.map(|entry| Ok(entry?.file_name()));
-    let names: Vec<_> = names.collect::<io::Result<_>>()?;
-    Ok(names.iter().filter_map(|name| name.to_str()?.parse().ok()).collect())
-}
+use crate::{
+    driver::VmDriver,
+    errors,
+    host::Host,
+    rundir::{self, host_boot},
+};
 
 impl VmDriver {
     /// Once, when the gateway starts and before it serves: takes up the VMs that run, ends those that belong to no
-    /// sandbox in `known`, and gives back what is left of runs whose VM is gone with an earlier boot of the host and of TAPs,
-    /// firewall elements and cgroups without a loan. Returns lines for the log.
+    /// sandbox in `known`, gives back what is left of runs whose VM is gone with an earlier boot of the host and of TAPs,
+    /// firewall elements and cgroups without a loan, and finishes deletes that were cut short. Returns lines for the log.
     ///
     /// # Errors
     /// What can't be listed; what can't be repaired is a line.
     pub async fn sweep(self: &Arc<Self>, known: &[SandboxId]) -> Result<Vec<String>, DriverError> {
         let mut lines = Vec::new();
         let host = Arc::clone(&self.host);
-        let ids = runs(&host).map_err(|source| DriverError::backend("list the runs", source))?;
+        let ids =
+            rundir::all(host.run_root()).map_err(|source| DriverError::backend("list the runs", source))?;
         for id in ids {
             match self.sweep_run(&id, known.contains(&id)).await {
                 Ok(line) => lines.extend(line),
@@ -59,6 +58,8 @@ impl VmDriver {
 
 /// Objects of the kernel against the loans.
 fn repair(host: &Host) -> Result<Vec<String>, DriverError> {
+    let emptied =
+        host.store.empty_trash().map_err(|source| DriverError::backend("list deleted sandboxes", source))?;
     host.ready()?;
     let failed = |context| errors::net(context);
     let cgroups = host.cgroups.as_ref();
@@ -78,5 +79,5 @@ fn repair(host: &Host) -> Result<Vec<String>, DriverError> {
         Ok(()) => repair.to_string(),
         Err(error) => format!("{repair}: failed: {error}"),
     });
-    Ok(repairs.chain(outside).collect())
+    Ok(emptied.into_iter().chain(repairs).chain(outside).collect())
 }

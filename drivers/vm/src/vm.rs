@@ -2,7 +2,10 @@
 
 use std::{
     io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -22,6 +25,7 @@ use crate::{
     machine::{GuestEnd, Machine, Monitor},
     process::Handle,
     rundir::{Record, RunDir},
+    words,
 };
 
 /// How often what the guest wrote is taken over while it lives.
@@ -59,26 +63,28 @@ pub(crate) struct Vm {
     pub(crate) channel: Channel,
     seen: watch::Receiver<Seen>,
     ask: mpsc::Sender<Ask>,
+    configured: AtomicBool,
     boot_id: Mutex<Option<String>>,
     tasks: Mutex<Vec<AbortHandle>>,
 }
 
 impl Vm {
-    /// Begins to watch. Every end is a hint.
+    /// Begins to watch. Every end is a hint; `exit` is how the guest was seen to end before.
     pub(crate) fn watch(
         record: Record,
         dir: RunDir,
         handle: Handle,
+        exit: Option<Exit>,
         machine: Arc<dyn Machine>,
         hints: broadcast::Sender<SandboxId>,
     ) -> Arc<Self> {
         let channel = agent::channel(&machine.agent(dir.path()));
-        let exit = dir.exit(record.run);
         let (seen_by, seen) = watch::channel(Seen { exit, gone: false });
         let (ask, asked) = mpsc::channel(8);
-        let boot_id = Mutex::new(None);
+        let configured = AtomicBool::new(record.configured);
+        let boot_id = Mutex::new(record.boot_id.clone());
         let tasks = Mutex::default();
-        let vm = Arc::new(Self { record, dir, handle, channel, seen, ask, boot_id, tasks });
+        let vm = Arc::new(Self { record, dir, handle, channel, seen, ask, configured, boot_id, tasks });
         let watcher = Watcher {
             vm: Arc::clone(&vm),
             machine,
@@ -132,7 +138,9 @@ impl Vm {
     pub(crate) async fn status(&self, limit: Duration) -> Option<StatusResponse> {
         let mut client = AgentClient::new(self.channel.clone());
         let status = timeout(limit, client.status(StatusRequest {})).await.ok()?.ok()?.into_inner();
-        self.set_boot_id(&status.boot_id);
+        if status.configured && status.run == self.record.run.0 {
+            self.set_configured(&status.boot_id);
+        }
         Some(status)
     }
 
@@ -141,10 +149,33 @@ impl Vm {
         lock(&self.boot_id).clone()
     }
 
-    pub(crate) fn set_boot_id(&self, boot_id: &str) {
-        if !boot_id.is_empty() {
+    /// Work on the files of the run, which may wait for a disk.
+    pub(crate) async fn on_disk<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&RunDir) -> io::Result<T> + Send + 'static,
+    ) -> io::Result<T> {
+        let dir = self.dir.clone();
+        tokio::task::spawn_blocking(move || work(&dir)).await.map_err(io::Error::other)?
+    }
+
+    /// Whether the guest was ever seen to have been configured for this run.
+    pub(crate) fn is_configured(&self) -> bool {
+        self.configured.load(Ordering::Relaxed)
+    }
+
+    /// The agent says that it is configured for this run, and in which boot.
+    pub(crate) fn set_configured(&self, boot_id: &str) {
+        if let Some(boot_id) = words::boot_id(boot_id) {
             *lock(&self.boot_id) = Some(boot_id.to_owned());
         }
+        self.configured.store(true, Ordering::Relaxed);
+    }
+
+    /// The record with what is known by now; none when that is what was read.
+    pub(crate) fn news(&self) -> Option<Record> {
+        let record =
+            Record { configured: self.is_configured(), boot_id: self.boot_id(), ..self.record.clone() };
+        (record != self.record).then_some(record)
     }
 }
 
@@ -176,8 +207,13 @@ async fn events(vm: &Vm, hints: &broadcast::Sender<SandboxId>) -> bool {
     let mut client = AgentClient::new(vm.channel.clone());
     let Ok(answer) = client.events(EventsRequest {}).await else { return false };
     let mut events = answer.into_inner();
+    let mut told = false;
     while let Ok(Some(event)) = events.message().await {
-        if let Some(event::Kind::MainExit(_)) = event.kind {
+        // It ends once; a guest that says so all the time must not crowd out the hints of others.
+        if let Some(event::Kind::MainExit(_)) = event.kind
+            && !told
+        {
+            told = true;
             let _nobody = hints.send(vm.record.sandbox.clone()).is_err();
         }
     }
@@ -195,7 +231,7 @@ struct Watcher {
 
 /// What woke the watcher.
 enum Woken {
-    ProcessEnded(io::Result<Option<String>>),
+    ProcessEnded(Option<String>),
     GuestEnded(io::Result<GuestEnd>),
     Asked(Option<Ask>),
     Time,
@@ -243,7 +279,7 @@ impl Watcher {
         let Some(monitor) = &mut self.monitor else { return };
         match monitor.console().await {
             Ok(text) => {
-                if let Err(error) = self.vm.dir.add_console(&text) {
+                if let Err(error) = self.vm.on_disk(move |dir| dir.add_console(&text)).await {
                     tracing::warn!(sandbox = %self.vm.record.sandbox, %error, "the console can't be kept");
                 }
             }
@@ -270,23 +306,23 @@ impl Watcher {
 
     async fn guest_ended(&mut self, end: GuestEnd) {
         self.drain().await;
-        let panic = panic_line(&self.vm.dir.console(SEARCHED));
+        let panic = self.vm.on_disk(|dir| Ok(panic_line(&dir.console(SEARCHED)))).await.ok().flatten();
         let exit = match (end, panic) {
             (GuestEnd::PowerOff, _) | (GuestEnd::Reset, None) => Exit::PowerOff,
             (_, Some(line)) => Exit::Panic(line),
             (GuestEnd::Panic, None) => Exit::Panic("the guest's kernel panicked".to_owned()),
             (GuestEnd::Crash, None) => Exit::Lost("the machine gave up on the guest".to_owned()),
         };
-        self.record(exit);
+        self.record(exit).await;
     }
 
-    async fn process_ended(mut self, status: io::Result<Option<String>>) {
+    async fn process_ended(mut self, status: Option<String>) {
         if self.seen.borrow().exit.is_none() {
-            let how = status.ok().flatten().unwrap_or_else(|| "nobody saw how".to_owned());
-            let said = self.vm.dir.log_tail();
+            let how = status.unwrap_or_else(|| "nobody saw how".to_owned());
+            let said = self.vm.on_disk(|dir| Ok(dir.log_tail())).await.unwrap_or_default();
             let said = if said.is_empty() { String::new() } else { format!("; it said: {said}") };
             let process = self.vm.handle.identity().pid;
-            self.record(Exit::Lost(format!("the VM process {process} ended: {how}{said}")));
+            self.record(Exit::Lost(format!("the VM process {process} ended: {how}{said}"))).await;
         }
         self.seen.send_modify(|seen| seen.gone = true);
         self.hint();
@@ -295,11 +331,13 @@ impl Watcher {
     }
 
     /// Says how it ended, to a later gateway too.
-    fn record(&mut self, exit: Exit) {
-        // During a stop the folder may be gone already; then nobody needs to know any more.
-        if self.vm.dir.exists()
-            && let Err(error) = self.vm.dir.write_exit(self.vm.record.run, &exit)
-        {
+    async fn record(&mut self, exit: Exit) {
+        let (run, noted) = (self.vm.record.run, exit.clone());
+        let note = self.vm.on_disk(move |dir| {
+            // During a stop the folder may be gone already; then nobody needs to know any more.
+            if dir.exists() { dir.write_exit(run, &noted).map_err(io::Error::other) } else { Ok(()) }
+        });
+        if let Err(error) = note.await {
             tracing::warn!(sandbox = %self.vm.record.sandbox, %error, "the end of the run can't be noted");
         }
         self.seen.send_modify(|seen| seen.exit = Some(exit));

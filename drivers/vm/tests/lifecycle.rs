@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::time::Duration;
+use std::{os::unix::fs::PermissionsExt as _, time::Duration};
 
 use common::{bench, block_on, exec, signal};
 use futures::StreamExt as _;
@@ -49,6 +49,9 @@ fn files_outlive_suspends_gateways_and_killed_vms() {
                 && host.tap.starts_with("tpr")
                 && facts.disk.unwrap().virtual_bytes == 1 << 30
         );
+        let mode = |path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(bench.run_dir(&id)), 0o700);
+        assert_eq!(mode(bench.run_dir(&id).join("vm.json")), 0o600);
         assert_eq!(exec(&driver, &id, "echo $GREETING; echo one > /one").await, (0, "hello\n".to_owned()));
         let (_, shown) = exec(&driver, &id, "ip addr; ip route").await;
         assert!(shown.contains(&host.ip) && shown.contains("default via"), "{shown}");
@@ -72,6 +75,7 @@ fn files_outlive_suspends_gateways_and_killed_vms() {
         let driver = bench.driver();
         let mut hints = driver.hints();
         let lines = driver.sweep(std::slice::from_ref(&id)).await.unwrap();
+        assert_eq!(driver.facts(&id).await.boot_id, second.boot_id, "known without asking the guest");
         let pid = second.host.unwrap().pid;
         assert!(lines.iter().any(|line| line.contains(&format!("process {pid}"))), "{lines:?}");
 
@@ -274,4 +278,48 @@ async fn ended(
         let hint = tokio::time::timeout(Duration::from_secs(60), hints.next()).await;
         assert!(hint.is_ok(), "no hint and no end");
     }
+}
+
+#[test]
+fn a_ready_guest_is_flushed_whichever_gateway_stops_it() {
+    on_bench!("a_ready_guest_is_flushed_whichever_gateway_stops_it", |bench| {
+        let driver = bench.driver();
+        let id = SandboxId::generate();
+        driver.create(&id, &bench.spec(), Run(1)).await.unwrap();
+        bench.loans.lend(&id, Run(1));
+        driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
+        let pid = driver.facts(&id).await.host.unwrap().pid;
+        drop(driver);
+        // Another gateway takes it up while it is too busy to answer, and stops it at once.
+        signal(pid, "-STOP");
+        let driver = bench.driver();
+        driver.sweep(std::slice::from_ref(&id)).await.unwrap();
+        let busy = async {
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            signal(pid, "-CONT");
+        };
+        let (stopped, ()) = tokio::join!(driver.stop(&id, Keep::Disk, Duration::from_secs(60)), busy);
+        let stopped = stopped.unwrap();
+        assert!(stopped.flushed, "{stopped:?}");
+        assert_eq!(bench.leftovers(&id), Vec::<String>::new());
+
+        // A gateway that ends between the guest's answer and the release leaves a note of it.
+        bench.loans.lend(&id, Run(2));
+        driver.start(&id, Keep::Disk, Run(2)).await.unwrap();
+        let noted = async {
+            while !bench.run_dir(&id).join("flushed.json").exists() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        tokio::select! {
+            stopped = driver.stop(&id, Keep::Disk, Duration::from_secs(60)) => panic!("no note: {stopped:?}"),
+            () = noted => {}
+        }
+        drop(driver);
+        let driver = bench.driver();
+        let stopped = driver.stop(&id, Keep::Disk, Duration::from_secs(60)).await.unwrap();
+        assert!(stopped.flushed && stopped.detail.is_none(), "{stopped:?}");
+        assert_eq!(driver.observe(&id).await.unwrap(), STOPPED);
+        assert_eq!(bench.leftovers(&id), Vec::<String>::new());
+    });
 }

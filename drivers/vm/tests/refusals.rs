@@ -3,10 +3,18 @@
 
 mod common;
 
-use std::{fs, path::Path, process::Command, time::Duration};
+use std::{
+    fs,
+    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
+    path::Path,
+    process::Command,
+    sync::Arc,
+    time::Duration,
+};
 
 use common::{bench, block_on};
-use torpor_sandbox::{ComputeDriver as _, DriverError, Keep, Observed, Run, SandboxId};
+use torpor_driver_vm::{ConfigError, VmDriver};
+use torpor_sandbox::{Change, ComputeDriver as _, DriverError, Keep, Observed, Run, SandboxId};
 
 macro_rules! on_bench {
     ($name:expr, |$bench:ident| $work:block) => {
@@ -137,5 +145,143 @@ fn leftovers_of_every_kind_are_swept_or_stopped() {
         assert_eq!(driver.observe(&known).await.unwrap(), STOPPED);
         assert_eq!(bench.leftovers(&known), Vec::<String>::new());
         assert!(Path::new(&bench.state(&known).join("overlay.qcow2")).exists());
+    });
+}
+
+#[test]
+fn a_run_directory_of_another_driver_or_state_directory_is_refused() {
+    on_bench!("a_run_directory_of_another_driver_or_state_directory_is_refused", |bench| {
+        let first = bench.driver();
+        let refused = |config| VmDriver::new(config, bench.loans.clone()).unwrap_err();
+        assert!(matches!(refused(bench.config.clone()), ConfigError::RunDirInUse { .. }));
+        let mut other = bench.config.clone();
+        other.state_dir = bench.folder.path().join("other");
+        assert!(matches!(refused(other.clone()), ConfigError::RunDirInUse { .. }));
+        // Something of the driver that lives on doesn't keep the directory.
+        let hints = first.hints();
+        drop(first);
+        assert!(matches!(refused(other.clone()), ConfigError::RunDirOwned { .. }));
+        drop(bench.driver());
+        drop(hints);
+    });
+}
+
+#[test]
+fn a_loan_of_another_run_starts_nothing() {
+    on_bench!("a_loan_of_another_run_starts_nothing", |bench| {
+        let (driver, id) = (bench.driver(), SandboxId::generate());
+        driver.create(&id, &bench.spec(), Run(1)).await.unwrap();
+        bench.loans.lend(&id, Run(1));
+        let error = driver.start(&id, Keep::Disk, Run(2)).await.unwrap_err();
+        assert!(
+            matches!(&error, DriverError::Exhausted(text) if text.contains("run 1") && text.contains("run 2")),
+            "{error}"
+        );
+        assert_eq!(driver.observe(&id).await.unwrap(), STOPPED);
+        assert_eq!(bench.leftovers(&id), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn what_holds_secrets_is_its_owners_only() {
+    on_bench!("what_holds_secrets_is_its_owners_only", |bench| {
+        let (driver, id) = (bench.driver(), SandboxId::generate());
+        driver.create(&id, &bench.spec(), Run(1)).await.unwrap();
+        let (state, run) = (&bench.config.state_dir, &bench.config.run_dir);
+        let folders = [state.join("sandboxes"), state.join("consoles"), bench.state(&id)];
+        let files = [bench.state(&id).join("spec.json"), run.join("driver.lock"), run.join("owner")];
+        for (paths, wanted) in [(folders, 0o700), (files, 0o600)] {
+            for path in paths {
+                let mode = fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+                assert_eq!(mode, wanted, "{}: {mode:o}", path.display());
+            }
+        }
+    });
+}
+
+#[test]
+fn a_flush_that_was_noted_is_told_by_the_stop_that_ends_the_work() {
+    on_bench!("a_flush_that_was_noted_is_told_by_the_stop_that_ends_the_work", |bench| {
+        let (driver, id) = (bench.driver(), SandboxId::generate());
+        driver.create(&id, &bench.spec(), Run(4)).await.unwrap();
+        let host_boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+        for (noted, flushed) in [(None, false), (Some("3"), false), (Some("4"), true)] {
+            // As a gateway leaves it that is killed between the guest's answer and the release; this pid is nobody's.
+            let record = serde_json::json!({
+                "sandbox": id, "run": 4, "machine": "qemu", "label": "qemu (tcg)", "host_boot": host_boot.trim(),
+                "process": { "pid": i32::MAX, "start_time": 1 }, "net": null, "cpus": "0", "memory_bytes": 1,
+                "configured": true,
+            });
+            fs::create_dir_all(bench.run_dir(&id)).unwrap();
+            fs::write(bench.run_dir(&id).join("vm.json"), record.to_string()).unwrap();
+            if let Some(run) = noted {
+                fs::write(bench.run_dir(&id).join("flushed.json"), run).unwrap();
+            }
+            let stopped = driver.stop(&id, Keep::Disk, Duration::from_secs(1)).await.unwrap();
+            assert_eq!(
+                (stopped.flushed, stopped.detail.is_none()),
+                (flushed, flushed),
+                "{noted:?}: {stopped:?}"
+            );
+            assert_eq!(driver.observe(&id).await.unwrap(), STOPPED);
+        }
+    });
+}
+
+#[test]
+fn a_delete_that_was_cut_short_is_seen_and_finished() {
+    on_bench!("a_delete_that_was_cut_short_is_seen_and_finished", |bench| {
+        let driver = bench.driver();
+        for swept in [false, true] {
+            let id = SandboxId::generate();
+            driver.create(&id, &bench.spec(), Run(1)).await.unwrap();
+            let trash = bench.config.state_dir.join("sandboxes").join(format!(".deleted-{id}"));
+            fs::rename(bench.state(&id), &trash).unwrap();
+            assert_eq!(driver.observe(&id).await.unwrap(), STOPPED);
+            assert_eq!(driver.list().await.unwrap(), vec![id.clone()]);
+            if swept {
+                let lines = driver.sweep(&[]).await.unwrap();
+                assert!(lines.iter().any(|line| line.contains(trash.to_str().unwrap())), "{lines:?}");
+            } else {
+                assert_eq!(driver.delete(&id).await.unwrap(), Change::Done);
+            }
+            assert!(!trash.exists());
+            assert_eq!(driver.observe(&id).await.unwrap(), Observed::Missing);
+            assert_eq!(driver.delete(&id).await.unwrap(), Change::Already);
+        }
+    });
+}
+
+#[test]
+fn one_sandbox_whose_files_hang_keeps_nobody_from_the_others() {
+    on_bench!("one_sandbox_whose_files_hang_keeps_nobody_from_the_others", |bench| {
+        let (driver, slow, other) = (bench.driver(), SandboxId::generate(), SandboxId::generate());
+        driver.create(&other, &bench.spec(), Run(1)).await.unwrap();
+        fs::create_dir_all(bench.run_dir(&slow)).unwrap();
+        let record = bench.run_dir(&slow).join("vm.json");
+        nix::unistd::mkfifo(&record, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let observer = tokio::spawn({
+            let (driver, slow) = (Arc::clone(&driver), slow.clone());
+            async move { driver.observe(&slow).await.unwrap() }
+        });
+        // Opens only when there is a reader, who waits from then on.
+        let nonblocking = nix::fcntl::OFlag::O_NONBLOCK.bits();
+        let writer = loop {
+            match fs::OpenOptions::new().write(true).custom_flags(nonblocking).open(&record) {
+                Ok(writer) => break writer,
+                Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        };
+        let others = async {
+            assert_eq!(driver.observe(&other).await.unwrap(), STOPPED);
+            assert!(driver.facts(&other).await.disk.is_some());
+            assert!(driver.facts(&slow).await.host.is_none());
+            driver.stop(&other, Keep::Disk, Duration::from_secs(1)).await.unwrap();
+        };
+        let done = tokio::time::timeout(Duration::from_secs(30), others).await.is_ok();
+        fs::remove_file(&record).unwrap();
+        drop(writer);
+        assert!(done, "the others waited");
+        assert!(matches!(observer.await.unwrap(), Observed::Ended(_)));
     });
 }
