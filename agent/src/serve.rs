@@ -90,11 +90,19 @@ where
     }
 }
 
+/// What may wait unread in one call, bytes: input of a command that doesn't read it.
+const STREAM_WINDOW: u32 = 256 << 10;
+/// What may wait unread in all calls together. Far more than any number of calls can fill: a few commands that don't read
+/// must not stop all the others, and each call is bounded by its own window.
+const CONNECTION_WINDOW: u32 = 1 << 30;
+
 async fn connection(agent: Arc<Agent>, session: guest::Session) {
     let (alive, connected) = watch::channel(());
     let service = AgentServer::new(Service { agent, connected });
     // A connection that breaks needs no word: the host makes another.
     let _ = http2::Builder::new(TokioExecutor::new())
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .serve_connection(TokioIo::new(session), TowerToHyperService::new(service))
         .await;
     drop(alive);

@@ -198,7 +198,7 @@ impl Config {
 }
 
 /// Whether a file is a 64-bit ELF program without an interpreter (elf(5): program header type 3 is PT_INTERP).
-fn is_static(path: &Path) -> bool {
+pub(crate) fn is_static(path: &Path) -> bool {
     const PT_INTERP: u32 = 3;
     let mut head = [0; 4096];
     let read = std::fs::File::open(path).and_then(|mut file| std::io::Read::read(&mut file, &mut head));

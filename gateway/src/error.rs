@@ -65,8 +65,7 @@ impl ApiError {
     pub fn of_failure(record: &Record, failure: &Failure) -> Self {
         let code = match failure.reason.as_str() {
             "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED"
-            | "BACKEND_MISSING" | "UNSUPPORTED" => Code::FailedPrecondition,
-            "INVALID" => Code::InvalidArgument,
+            | "BACKEND_MISSING" | "UNSUPPORTED" | "INVALID" => Code::FailedPrecondition,
             "EXHAUSTED" => Code::ResourceExhausted,
             _ => Code::Internal,
         };

@@ -20,7 +20,7 @@ use tokio::sync::{Notify, Semaphore, broadcast};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_netpool::policy::Want;
 use torpor_sandbox::{
-    ComputeDriver, DriverError, Event, Exit, Failure, Keep, Phase, Run, SandboxId, State, Step,
+    ComputeDriver, DriverError, Event, Exit, Failure, Keep, Observed, Phase, Run, SandboxId, State, Step,
     lifecycle::step,
 };
 
@@ -294,15 +294,21 @@ impl Reconciler {
         }
         let observed = match driver.observe(id).await {
             Ok(observed) => observed,
-            Err(error) => torpor_sandbox::Observed::Unknown(error.to_string()),
+            Err(error) => Observed::Unknown(error.to_string()),
         };
-        let nothing_runs =
-            matches!(observed, torpor_sandbox::Observed::Stopped { .. } | torpor_sandbox::Observed::Missing);
+        let nothing_runs = matches!(observed, Observed::Stopped { .. } | Observed::Missing);
         match step(&record.state, &observed) {
             Step::Rest if nothing_runs => self.rest(&record, backoff).await,
+            Step::Rest if matches!(observed, Observed::Running { agent: false, .. }) => {
+                self.progress.trouble(
+                    id,
+                    Trouble::new("AGENT_UNREACHABLE", "the compute runs, its agent does not answer"),
+                );
+                Turn::Later(backoff.next())
+            }
             Step::Rest => Turn::Rest,
             Step::Wait => {
-                if let torpor_sandbox::Observed::Unknown(why) = observed {
+                if let Observed::Unknown(why) = observed {
                     self.progress.trouble(id, Trouble::new("BACKEND_UNKNOWN", why));
                 }
                 Turn::Later(backoff.next())

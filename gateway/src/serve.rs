@@ -1,12 +1,14 @@
 //! The daemon: opens everything, serves until it is told to end, and leaves the VMs running.
 
 use std::{
+    fs::File,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     sync::Arc,
     time::SystemTime,
 };
 
+use nix::fcntl::{Flock, FlockArg};
 use tokio::{net::UnixListener, task::JoinHandle};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
@@ -36,6 +38,12 @@ use crate::{
 
 /// Largest message of a client, bytes; exec streams in pieces of their own.
 const LARGEST_MESSAGE: usize = 8 << 20;
+/// What may wait unread in one call of a client, bytes.
+const STREAM_WINDOW: u32 = 1 << 20;
+/// In all calls of a connection: far more than is ever reached, so that no call stops the others.
+const CONNECTION_WINDOW: u32 = 1 << 30;
+/// How often the network of running sandboxes is looked after.
+const TEND: std::time::Duration = std::time::Duration::from_secs(5);
 /// For requests and turns to end when the gateway does.
 const DRAIN: std::time::Duration = std::time::Duration::from_secs(5);
 
@@ -57,7 +65,7 @@ pub enum ServeError {
     Vm(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The guest agent's program.
     #[error(
-        "the guest agent 'torpor-agent' was not found beside the executable or in /usr/lib/torpor; build it with `cargo xtask agent` or set `agent` in the configuration"
+        "no static guest agent 'torpor-agent' was found where the configuration's `agent` says, beside the executable or in /usr/lib/torpor; build it with `cargo xtask agent`"
     )]
     NoAgent,
     /// The socket.
@@ -67,6 +75,22 @@ pub enum ServeError {
         path: PathBuf,
         /// Why.
         source: std::io::Error,
+    },
+    /// Another gateway works with the same names.
+    #[error("another gateway on this host has network instance '{instance}' ({}); give each its own `instance`, `range` and `cid_base` under [network]", path.display())]
+    InstanceInUse {
+        /// The instance.
+        instance: String,
+        /// The lock.
+        path: PathBuf,
+    },
+    /// A new database beside old disks.
+    #[error("the database is new, but {} holds the disks of {count} sandboxes: restore torpor.db (with torpor.db-wal, if there is one), or move that folder away to begin anew", sandboxes.display())]
+    LostDatabase {
+        /// Disks.
+        count: usize,
+        /// The folder.
+        sandboxes: PathBuf,
     },
     /// gRPC.
     #[error("gRPC server: {0}")]
@@ -112,6 +136,7 @@ pub struct Gateway {
     reconciler: Arc<Reconciler>,
     store: Arc<Store>,
     socket: PathBuf,
+    _pool: Option<Flock<File>>,
 }
 
 impl Gateway {
@@ -139,12 +164,18 @@ impl Gateway {
         let store = Arc::new(Store::open(&config.state_dir, limits)?);
         // Before anything of the host is touched: another gateway may be there.
         let listener = listen(&socket)?;
+        let end = CancellationToken::new();
+        refuse_lost_database(&store, &config.state_dir).await?;
+        let pool = match own {
+            Some(_) => None,
+            None => claim_pool(&config)?,
+        };
         let drivers = match own {
             Some(drivers) => Drivers::new(drivers, config.default_driver()),
-            None => open_drivers(&config, &store).await?,
+            None => open_drivers(&config, &store, &end).await?,
         };
-        let end = CancellationToken::new();
         let gateway_id = identify(&store).await?;
+        warn_of_orphans(&store, &drivers).await;
         notice_host_restart(&store).await?;
         let service = Arc::new(Service {
             store: store.clone(),
@@ -169,7 +200,7 @@ impl Gateway {
         );
         let server = tokio::spawn(run_server(listener, service, gateway_id, config, end.clone()));
         let turns = tokio::spawn(reconciler.clone().run());
-        Ok(Self { end, server, turns, reconciler, store, socket })
+        Ok(Self { end, server, turns, reconciler, store, socket, _pool: pool })
     }
 
     /// Answers no more requests, drops what is under way (the next gateway goes on from there) and closes the store.
@@ -228,6 +259,8 @@ async fn run_server(
     let sandboxes =
         SandboxesServer::new(SandboxesApi(service.clone())).max_decoding_message_size(LARGEST_MESSAGE);
     let served = Server::builder()
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .add_service(health)
         .add_optional_service(reflection)
         .add_service(sandboxes)
@@ -275,12 +308,20 @@ fn listen(path: &Path) -> Result<UnixListener, ServeError> {
 }
 
 /// One arm per driver.
-async fn open_drivers(config: &Config, store: &Arc<Store>) -> Result<Drivers, ServeError> {
+async fn open_drivers(
+    config: &Config,
+    store: &Arc<Store>,
+    end: &CancellationToken,
+) -> Result<Drivers, ServeError> {
     let mut drivers: Vec<Arc<dyn ComputeDriver>> = Vec::new();
     for name in &config.drivers {
         match name.as_str() {
             "sim" => drivers.push(SimDriver::new(Script::default())),
-            _ => drivers.push(open_vm_driver(config, store).await?),
+            _ => {
+                let driver = open_vm_driver(config, store).await?;
+                tokio::spawn(tend(driver.clone(), end.clone()));
+                drivers.push(driver);
+            }
         }
     }
     Ok(Drivers::new(drivers, config.default_driver()))
@@ -290,7 +331,10 @@ async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDri
     let vm = VmConfig {
         state_dir: config.state_dir.clone(),
         run_dir: config.run_dir.clone(),
-        agent: config.find_agent().ok_or(ServeError::NoAgent)?,
+        agent: config
+            .find_agent()
+            .filter(|agent| crate::config::is_static(agent))
+            .ok_or(ServeError::NoAgent)?,
         machine: config.machine.clone(),
         probe: std::env::current_exe().ok(),
         boot_timeout: std::time::Duration::from_secs(config.boot_timeout_seconds),
@@ -308,6 +352,72 @@ async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDri
         tracing::warn!(repair, "leftover of an earlier gateway");
     }
     Ok(driver)
+}
+
+/// Looks after what others may take away under running sandboxes.
+async fn tend(driver: Arc<VmDriver>, end: CancellationToken) {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(TEND) => {}
+            () = end.cancelled() => return,
+        }
+        match driver.tend().await {
+            Ok(lines) => lines.iter().for_each(|line| tracing::warn!(line, "network repaired")),
+            Err(error) => tracing::error!(%error, "the network of running sandboxes can't be looked after"),
+        }
+    }
+}
+
+/// Names of TAPs, tables and cgroups follow from the instance: two gateways with the same one in the same network
+/// namespace would take each other's for leftovers.
+fn claim_pool(config: &Config) -> Result<Option<Flock<File>>, ServeError> {
+    if !config.drivers.iter().any(|d| d == "vm") {
+        return Ok(None);
+    }
+    let namespace =
+        std::fs::metadata("/proc/self/ns/net").map_or(0, |found| std::os::unix::fs::MetadataExt::ino(&found));
+    let path = PathBuf::from(format!("/run/{}-{namespace}.lock", config.network.table_name()));
+    let opened = File::options().write(true).create(true).truncate(false).open(&path);
+    let file = opened.map_err(|source| ServeError::Listen { path: path.clone(), source })?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(Some(lock)),
+        Err(_) => {
+            Err(ServeError::InstanceInUse { instance: config.network.instance.as_str().to_owned(), path })
+        }
+    }
+}
+
+/// A database that was just made beside disks that are there already means that the old one is lost: going on would take
+/// everything that runs for leftovers.
+async fn refuse_lost_database(store: &Arc<Store>, state_dir: &Path) -> Result<(), ServeError> {
+    let sandboxes = state_dir.join("sandboxes");
+    let disks = std::fs::read_dir(&sandboxes).into_iter().flatten().flatten();
+    let count = disks.filter(|e| e.file_name().to_string_lossy().parse::<SandboxId>().is_ok()).count();
+    if count > 0 && store.meta("gateway_id").await?.is_none() {
+        return Err(ServeError::LostDatabase { count, sandboxes });
+    }
+    Ok(())
+}
+
+/// Storage or compute that no record knows is left alone and said.
+async fn warn_of_orphans(store: &Arc<Store>, drivers: &Drivers) {
+    for driver in drivers.all() {
+        let name = driver.capabilities().name;
+        let (ids, known) = match (driver.list().await, store.all_ids().await) {
+            (Ok(ids), Ok(known)) => (ids, known),
+            (Err(error), _) => {
+                tracing::error!(driver = name, %error, "cannot list what the driver has");
+                continue;
+            }
+            (_, Err(error)) => {
+                tracing::error!(%error, "cannot list the records");
+                continue;
+            }
+        };
+        for id in ids.iter().filter(|id| !known.contains(id)) {
+            tracing::warn!(driver = name, %id, "no record knows this sandbox; its disk is left where it is");
+        }
+    }
 }
 
 /// New with every state directory.

@@ -210,9 +210,14 @@ impl Service {
             let (catalog, wanted) = (self.images.clone(), image.clone());
             let found = tokio::task::spawn_blocking(move || catalog.resolve(&wanted)).await;
             let found = found.map_err(ApiError::internal)?.map_err(|e| {
-                ApiError::new(Code::NotFound, "IMAGE_NOT_FOUND", e.to_string())
-                    .with("field", "image")
-                    .with("next", "torpor image list")
+                let error = match e {
+                    torpor_images::Error::UnknownImage { .. } => {
+                        ApiError::new(Code::NotFound, "IMAGE_NOT_FOUND", e.to_string())
+                    }
+                    torpor_images::Error::Ambiguous { .. } => ApiError::invalid("image", e),
+                    _ => ApiError::new(Code::Internal, "IMAGE_FAILED", e.to_string()),
+                };
+                error.with("field", "image").with("next", "torpor image list")
             })?;
             (found.digest, found.size_bytes)
         };

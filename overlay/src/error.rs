@@ -45,7 +45,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// The file's structure contradicts itself.
-    #[error("{} is damaged: {detail}; nothing was written to it, keep a copy and run check", path.display())]
+    #[error("{} is damaged: {detail}; nothing was written to it; keep a copy", path.display())]
     Corrupt {
         /// The damaged file.
         path: PathBuf,

@@ -358,7 +358,7 @@ impl Drop for Host {
         for id in fs::read_dir(self.dir().join("run")).into_iter().flatten().flatten() {
             let record = fs::read_to_string(id.path().join("vm.json")).unwrap_or_default();
             let record: Value = serde_json::from_str(&record).unwrap_or_default();
-            if let Some(pid) = record["pid"].as_i64().filter(|&pid| pid > 1) {
+            if let Some(pid) = record["process"]["pid"].as_i64().filter(|&pid| pid > 1) {
                 let _ = kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGKILL);
             }
         }

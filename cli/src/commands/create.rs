@@ -14,6 +14,7 @@ use crate::{failure::Failure, parse, session::Session};
 #[derive(Args)]
 pub struct CreateArgs {
     /// Name of the sandbox: a-z, 0-9 and '-'. Made up when left out.
+    #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     name: Option<String>,
     /// Name or digest of an image; the gateway's default image when left out.
     #[arg(long)]

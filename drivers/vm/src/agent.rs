@@ -11,8 +11,9 @@ use crate::machine::AgentEndpoint;
 
 /// How long one greeting waits for an answer; a booting guest is greeted again and again.
 const GREETING: Duration = Duration::from_secs(10);
-/// Flow-control windows, bytes: what may be under way per call and in all.
-const WINDOWS: (u32, u32) = (1 << 20, 4 << 20);
+/// Flow-control windows, bytes: what may wait unread in one call, and in all. The second is never reached: some slow
+/// readers must not stop everybody else's calls.
+const WINDOWS: (u32, u32) = (1 << 20, 1 << 30);
 
 async fn dial(endpoint: AgentEndpoint) -> io::Result<TokioIo<Stream>> {
     let AgentEndpoint::VirtioSerial(path) = endpoint;

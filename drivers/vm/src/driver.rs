@@ -233,8 +233,14 @@ impl VmDriver {
                 None => {}
             }
         }
-        let wanted = id.clone();
-        self.step(id, turn, move |host| host.release(&wanted)).await?;
+        let (wanted, flushed) = (id.clone(), stopped.flushed);
+        let release = move |host: &Host| {
+            if flushed {
+                host.close_overlay(&wanted);
+            }
+            host.release(&wanted)
+        };
+        self.step(id, turn, release).await?;
         Ok(stopped)
     }
 

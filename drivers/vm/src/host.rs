@@ -184,6 +184,9 @@ impl Host {
         // The intent goes first: a process without a record is found by its marker, and only looked for with an intent.
         dir.write_record(&record)?;
         let lock = Lock::acquire(&self.store.overlay(id)).map_err(errors::overlay)?;
+        // Reads all of its tables: a damaged disk is refused here, before anything writes to it.
+        let generation = torpor_overlay::raise_generation(&lock).map_err(errors::overlay)?;
+        tracing::debug!(sandbox = %id, %run, generation, "disk in order");
         self.ready()?;
         let options = TapOptions { owner_uid: None, mtu: Some(self.mtu()), vnet_hdr: true };
         let tap =
@@ -213,7 +216,7 @@ impl Host {
         let mut child = spawned.map_err(|source| {
             DriverError::backend(format!("start {} (is it installed?)", plan.program.display()), source)
         })?;
-        self.settle(&dir, &mut record, &child, cgroup.as_ref(), &prepared.loan)
+        self.settle(&dir, &mut record, &mut child, cgroup.as_ref(), &prepared.loan)
             .inspect_err(|_| end(&mut child))
             .map(|handle| (record, handle))
     }
@@ -223,7 +226,7 @@ impl Host {
         &self,
         dir: &RunDir,
         record: &mut Record,
-        child: &Child,
+        child: &mut Child,
         cgroup: Option<&Cgroup>,
         loan: &Loan,
     ) -> Result<Handle, DriverError> {
@@ -234,10 +237,17 @@ impl Host {
             Some(identity) => Handle::open(&record.sandbox, identity).map_err(unseen)?,
             None => None,
         };
-        let handle = handle.ok_or_else(|| DriverError::Failed {
-            step: "launch".to_owned(),
-            cause: format!("the VM process ended at once: {}", dir.log_tail()),
-            console: String::new(),
+        let handle = handle.ok_or_else(|| {
+            let how = child
+                .try_wait()
+                .ok()
+                .flatten()
+                .map_or("nobody saw how".to_owned(), |status| status.to_string());
+            DriverError::Failed {
+                step: "launch".to_owned(),
+                cause: format!("the VM process ended at once ({how}): {}", dir.log_tail()),
+                console: String::new(),
+            }
         })?;
         dir.write_record(record)?;
         let pid = i32::try_from(child.id()).unwrap_or_default();
@@ -310,6 +320,16 @@ impl Host {
             tracing::warn!(sandbox = %id, %error, "the last console is not kept");
         }
         dir.remove()
+    }
+
+    /// Notes in the overlay that its last writer has ended in order. Only a note: a disk without it is looked over at the
+    /// next start all the same.
+    pub(crate) fn close_overlay(&self, id: &SandboxId) {
+        let closed =
+            Lock::acquire(&self.store.overlay(id)).and_then(|lock| torpor_overlay::mark_closed(&lock));
+        if let Err(error) = closed {
+            tracing::warn!(sandbox = %id, %error, "the disk is not marked as closed");
+        }
     }
 
     /// The process of the sandbox, whatever the record says or doesn't say.

@@ -27,6 +27,11 @@ impl VmDriver {
         live.get(id).cloned()
     }
 
+    /// Every VM that is watched and not gone.
+    pub(crate) fn all_watched(&self) -> Vec<Arc<Vm>> {
+        self.map().values().filter(|vm| !vm.seen().gone).cloned().collect()
+    }
+
     /// Forgets this VM, whose process is gone.
     pub(crate) fn forget(&self, vm: &Arc<Vm>) {
         let mut live = self.map();

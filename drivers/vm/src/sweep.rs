@@ -12,6 +12,9 @@ use crate::{
     rundir::{self, host_boot},
 };
 
+/// How long `tend` waits for a verb: one that is under way sees to the element itself.
+const TURN_WAIT: std::time::Duration = std::time::Duration::from_millis(50);
+
 impl VmDriver {
     /// Once, when the gateway starts and before it serves: takes up the VMs that run, ends those that belong to no
     /// sandbox in `known`, gives back what is left of runs whose VM is gone with an earlier boot of the host and of TAPs,
@@ -32,6 +35,44 @@ impl VmDriver {
         }
         let repairs = tokio::task::spawn_blocking(move || repair(&host)).await;
         lines.extend(repairs.map_err(|error| DriverError::backend("sweep", error))??);
+        Ok(lines)
+    }
+
+    /// Now and then: puts back the firewall's table and the elements of running VMs, which others may have flushed away. A
+    /// guest without its element is cut off, and without the table it is let through to the host. Returns lines for the
+    /// log.
+    ///
+    /// # Errors
+    /// What can't be listed or put back.
+    pub async fn tend(&self) -> Result<Vec<String>, DriverError> {
+        let host = Arc::clone(&self.host);
+        let (ensured, there) = self
+            .blocking(move || {
+                let ensured = host.firewall.ensure().map_err(errors::net("look after the firewall"))?;
+                let there = host.firewall.list().map_err(errors::net("list the firewall's elements"))?;
+                Ok((ensured, there))
+            })
+            .await?;
+        let mut lines = Vec::new();
+        if ensured != linux::Ensured::Already {
+            lines.push("the firewall's table was gone or changed: made right again".to_owned());
+        }
+        for vm in self.all_watched() {
+            let Some(guest) = vm.record.net.as_ref().map(torpor_netpool::GuestNet::guest) else { continue };
+            let id = &vm.record.sandbox;
+            if there.contains(&guest) {
+                continue;
+            }
+            // With the sandbox's turn in hand no stop takes the element away at the same time.
+            let Ok(turn) = tokio::time::timeout(TURN_WAIT, self.turn(id)).await else { continue };
+            if self.watched(id).is_none_or(|now| !Arc::ptr_eq(&now, &vm)) {
+                continue;
+            }
+            let put_back =
+                move |host: &Host| host.firewall.add(&guest).map_err(errors::net("put back the element"));
+            self.step(id, &turn, put_back).await?;
+            lines.push(format!("{id}: its firewall element was gone: put back"));
+        }
         Ok(lines)
     }
 

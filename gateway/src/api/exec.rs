@@ -17,6 +17,10 @@ use crate::{
 
 /// Messages under way in each direction; the rest of the back-pressure is HTTP/2's.
 const BUFFER: usize = 8;
+/// SIGHUP.
+const HANG_UP: i32 = 1;
+/// For a last message to get through.
+const LAST_WORD: std::time::Duration = std::time::Duration::from_secs(1);
 /// Exit code when the timeout ended the command, as timeout(1) has it.
 const TIMED_OUT: i32 = 124;
 
@@ -28,7 +32,7 @@ pub async fn exec(service: Shared, mut input: Streaming<v1::ExecInput>) -> Resul
         Some(v1::ExecInput { kind: Some(v1::exec_input::Kind::Start(start)) }) => start,
         _ => return Err(to_status(ApiError::invalid("start", "the first message must say what to run"))),
     };
-    let sandbox = start.sandbox.clone();
+    let (sandbox, tty) = (start.sandbox.clone(), start.tty);
     let (to_agent, start) = (mpsc::channel(BUFFER), convert_start(start).map_err(to_status)?);
     let (record, channel, session) = service.connect(&sandbox).await.map_err(to_status)?;
     let (tx, rx) = to_agent;
@@ -43,6 +47,7 @@ pub async fn exec(service: Shared, mut input: Streaming<v1::ExecInput>) -> Resul
 
     let (out, outputs) = mpsc::channel(BUFFER);
     tokio::spawn(async move {
+        let hang_up = tx.clone();
         let pump = tokio::spawn(pump_input(input, tx));
         loop {
             let next = tokio::select! {
@@ -52,7 +57,16 @@ pub async fn exec(service: Shared, mut input: Streaming<v1::ExecInput>) -> Resul
                     let _ = out.send(Err(left_ready(&service, &record).await)).await;
                     break;
                 }
-                () = out.closed() => break,
+                () = out.closed() => {
+                    // A terminal that went away ends what ran on it; other commands go on, their output is dropped.
+                    if tty {
+                        let signal = agent::exec_input::Kind::Signal(HANG_UP);
+                        let sent = hang_up.send(agent::ExecInput { kind: Some(signal) });
+                        let _ = tokio::time::timeout(LAST_WORD, sent).await;
+                        let _ = tokio::time::timeout(LAST_WORD, output.next()).await;
+                    }
+                    break;
+                }
                 () = service.end.cancelled() => {
                     let _ = out.send(Err(to_status(crate::store::StoreError::Closed.into()))).await;
                     break;

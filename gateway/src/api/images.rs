@@ -44,6 +44,10 @@ fn failed(error: &Error) -> Status {
         Error::UnknownImage { .. } => (Code::NotFound, "IMAGE_NOT_FOUND"),
         Error::InUse { .. } => (Code::FailedPrecondition, "IMAGE_IN_USE"),
         Error::ToolMissing { .. } => (Code::FailedPrecondition, "TOOL_MISSING"),
+        Error::BadName { .. }
+        | Error::BadSource { .. }
+        | Error::BadEntry { .. }
+        | Error::Ambiguous { .. } => (Code::InvalidArgument, "INVALID_ARGUMENT"),
         _ => (Code::Internal, "IMAGE_FAILED"),
     };
     to_status(ApiError::new(code, reason, message))

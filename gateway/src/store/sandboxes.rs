@@ -556,6 +556,21 @@ impl Store {
         .await
     }
 
+    /// Every id.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn all_ids(self: &Arc<Self>) -> Result<std::collections::BTreeSet<SandboxId>, StoreError> {
+        self.read(|conn| {
+            let ids: Vec<String> = conn
+                .prepare_cached("SELECT id FROM sandboxes")?
+                .query_map([], |row| row.get(0))?
+                .collect::<Result<_, _>>()?;
+            Ok(ids.into_iter().filter_map(|id| id.parse().ok()).collect())
+        })
+        .await
+    }
+
     /// Ids of the sandboxes in a phase.
     ///
     /// # Errors
