@@ -66,7 +66,8 @@ impl Qemu {
             Accelerator::Emulation { tsc_khz } => {
                 let timers = if tsc_khz.is_some() { ",pit=off,pic=off" } else { "" };
                 let threads = if cpus > 1 { "multi" } else { "single" };
-                (timers, format!("tcg,thread={threads}"), "max")
+                // Without erms the guest copies by words: byte-wise string instructions are slow to emulate.
+                (timers, format!("tcg,thread={threads}"), "max,-erms")
             }
         };
         let machine = format!("microvm,rtc=on,acpi=on,isa-serial=on,auto-kernel-cmdline=off{machine}");
@@ -206,7 +207,7 @@ mod tests {
         let line = plan(Accelerator::Emulation { tsc_khz: Some(2_100_000) }, 1, "/r");
         assert!(line.starts_with(
             "-name torpor-sb-x-run-3 -M microvm,rtc=on,acpi=on,isa-serial=on,auto-kernel-cmdline=off,pit=off,pic=off \
-             -accel tcg,thread=single -cpu max -nodefaults -no-user-config -display none -smp 1 -m size=256M "
+             -accel tcg,thread=single -cpu max,-erms -nodefaults -no-user-config -display none -smp 1 -m size=256M "
         ));
         assert!(line.contains("tsc_early_khz=2100000"));
         let line = plan(Accelerator::Emulation { tsc_khz: None }, 2, "/r");
