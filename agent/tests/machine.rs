@@ -21,8 +21,8 @@ use torpor_proto::agent::v1::{
 };
 
 const MODULES: [&str; 8] = [
-    "virtio",
     "virtio_ring",
+    "virtio",
     "virtio_mmio",
     "virtio_blk",
     "virtio_console",
@@ -311,7 +311,7 @@ async fn a_machine_without_its_disk_driver_says_so_on_the_console_and_ends() {
     else {
         return;
     };
-    let mut machine = Machine::boot(&agent, &kernel, &["virtio", "virtio_ring", "virtio_mmio"]);
+    let mut machine = Machine::boot(&agent, &kernel, &["virtio_ring", "virtio", "virtio_mmio"]);
     machine.end().await;
     let console = machine.console();
     assert!(
