@@ -173,7 +173,8 @@ pub struct Store {
     ledger: Mutex<Connection>,
     changes: broadcast::Sender<Change>,
     limits: PoolLimits,
-    _lock: StateLock,
+    /// Given back by `close`: somebody may still hold the store then.
+    lock: Mutex<Option<StateLock>>,
 }
 
 impl Store {
@@ -217,7 +218,7 @@ impl Store {
             ledger,
             changes,
             limits,
-            _lock: lock,
+            lock: Mutex::new(Some(lock)),
         })
     }
 
@@ -242,6 +243,7 @@ impl Store {
         {
             tracing::error!("the database's writer panicked");
         }
+        drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// Runs `job` in a transaction and returns once it is on the disk. The job runs even if the caller goes away.
