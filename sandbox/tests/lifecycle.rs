@@ -312,11 +312,14 @@ proptest! {
         for act in acts {
             match act {
                 Act::Ask(which) => {
+                    let request = REQUESTS[which].1;
                     // A wish for what is there already, made before anybody has seen that it has just ended, is granted
                     // with what was known.
-                    let ended_unseen = matches!(world.backend.compute, Some((_, Some(_))));
-                    if world.feed(&Event::Request(REQUESTS[which].1)) {
-                        wish = (!ended_unseen).then_some(REQUESTS[which].1);
+                    let known = world.state.as_ref().is_some_and(|s| s.phase == Phase::Ready || s.phase.is_booting());
+                    let ended_unseen = known && matches!(world.backend.compute, Some((_, Some(_))));
+                    let for_what_is = matches!(request, Request::Resume { .. } | Request::Start);
+                    if world.feed(&Event::Request(request)) {
+                        wish = (!(ended_unseen && for_what_is)).then_some(request);
                     }
                 }
                 Act::Turn { fault } => drop(world.turn(fault)),
