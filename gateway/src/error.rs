@@ -107,6 +107,21 @@ impl ApiError {
     }
 }
 
+/// An error with all its causes, each said once.
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}
+
 /// The command to type after a failure.
 pub fn next_command(reason: &str, name: &str) -> String {
     match reason {

@@ -26,6 +26,7 @@ use torpor_sandbox::{
 
 use crate::{
     drivers::Drivers,
+    error::with_causes,
     progress::{Progress, Trouble},
     sessions::Sessions,
     store::{Applied, Record, Store, StoreError},
@@ -521,7 +522,7 @@ impl Reconciler {
     ) -> Turn {
         let id = &record.id;
         let reason = error.reason();
-        let message = chain(&error);
+        let message = words(&error);
         let exhausted = matches!(error, DriverError::Exhausted(_));
         let retry = match verb {
             // What is to be stopped or removed is stopped or removed, however long it takes; what can't work by
@@ -630,18 +631,8 @@ async fn tail(driver: &dyn ComputeDriver, id: &SandboxId) -> String {
     String::from_utf8_lossy(&driver.console(id, CONSOLE_TAIL).await).into_owned()
 }
 
-/// An error with all its causes.
-fn chain(error: &DriverError) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
-    }
+/// What is written of an error: with its causes, printable and of bounded length.
+fn words(error: &DriverError) -> String {
     // Some of it may be a guest's words.
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST_MESSAGE).collect()
+    with_causes(error).chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST_MESSAGE).collect()
 }

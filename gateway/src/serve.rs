@@ -20,7 +20,7 @@ use torpor_proto::v1::{
     gateway_server::GatewayServer, images_server::ImagesServer, sandboxes_server::SandboxesServer,
 };
 use torpor_sandbox::{
-    ComputeDriver, Event, Phase, SandboxId,
+    ComputeDriver, Event, Observed, Phase, SandboxId,
     sim::{Script, SimDriver},
     spec::HostLimits,
 };
@@ -175,11 +175,11 @@ impl Gateway {
             None => open_drivers(&config, &store, &end).await?,
         };
         let gateway_id = identify(&store).await?;
-        warn_of_orphans(&store, &drivers).await;
         notice_host_restart(&store).await?;
+        let drivers = Arc::new(drivers);
         let service = Arc::new(Service {
             store: store.clone(),
-            drivers: Arc::new(drivers),
+            drivers: drivers.clone(),
             progress: Arc::new(Progress::default()),
             sessions: Arc::new(Sessions::default()),
             images: Catalog::open(&config.state_dir)?,
@@ -200,6 +200,8 @@ impl Gateway {
         );
         let server = tokio::spawn(run_server(listener, service, gateway_id, config, end.clone()));
         let turns = tokio::spawn(reconciler.clone().run());
+        // It looks at every record and disk, so nobody waits for it.
+        tokio::spawn(warn_of_orphans(store.clone(), drivers, end.clone()));
         Ok(Self { end, server, turns, reconciler, store, socket, _pool: pool })
     }
 
@@ -390,17 +392,21 @@ fn claim_pool(config: &Config) -> Result<Option<Flock<File>>, ServeError> {
 /// A database that was just made beside disks that are there already means that the old one is lost: going on would take
 /// everything that runs for leftovers.
 async fn refuse_lost_database(store: &Arc<Store>, state_dir: &Path) -> Result<(), ServeError> {
+    // An old database answers without a look at the disks.
+    if store.meta("gateway_id").await?.is_some() {
+        return Ok(());
+    }
     let sandboxes = state_dir.join("sandboxes");
     let disks = std::fs::read_dir(&sandboxes).into_iter().flatten().flatten();
     let count = disks.filter(|e| e.file_name().to_string_lossy().parse::<SandboxId>().is_ok()).count();
-    if count > 0 && store.meta("gateway_id").await?.is_none() {
+    if count > 0 {
         return Err(ServeError::LostDatabase { count, sandboxes });
     }
     Ok(())
 }
 
 /// Storage or compute that no record knows is left alone and said.
-async fn warn_of_orphans(store: &Arc<Store>, drivers: &Drivers) {
+async fn warn_of_orphans(store: Arc<Store>, drivers: Arc<Drivers>, end: CancellationToken) {
     for driver in drivers.all() {
         let name = driver.capabilities().name;
         let (ids, known) = match (driver.list().await, store.all_ids().await) {
@@ -415,6 +421,11 @@ async fn warn_of_orphans(store: &Arc<Store>, drivers: &Drivers) {
             }
         };
         for id in ids.iter().filter(|id| !known.contains(id)) {
+            // Deleted while this was looking.
+            let gone = matches!(driver.observe(id).await, Ok(Observed::Missing));
+            if gone || end.is_cancelled() {
+                continue;
+            }
             tracing::warn!(driver = name, %id, "no record knows this sandbox; its disk is left where it is");
         }
     }

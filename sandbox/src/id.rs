@@ -145,8 +145,8 @@ pub struct InvalidName {
     pub rule: &'static str,
 }
 
-/// Hostile input is quoted in errors: keep it short and printable.
-fn clip(text: &str) -> String {
+/// Hostile input is quoted in errors: keeps it short and printable.
+pub fn clip(text: &str) -> String {
     text.chars().take(80).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 

@@ -10,7 +10,7 @@ use torpor_images::{Error, Image, Progress, Source};
 use torpor_proto::v1;
 
 use super::{Shared, to_status};
-use crate::error::{ApiError, Code};
+use crate::error::{ApiError, Code, with_causes};
 
 const BUFFER: usize = 64;
 
@@ -31,15 +31,7 @@ fn shown(image: &Image, sandboxes: u32) -> v1::Image {
 }
 
 fn failed(error: &Error) -> Status {
-    let mut message = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        let text = cause.to_string();
-        if !message.contains(&text) {
-            message = format!("{message}: {text}");
-        }
-        source = cause.source();
-    }
+    let message = with_causes(error);
     let (code, reason) = match error {
         Error::UnknownImage { .. } => (Code::NotFound, "IMAGE_NOT_FOUND"),
         Error::InUse { .. } => (Code::FailedPrecondition, "IMAGE_IN_USE"),

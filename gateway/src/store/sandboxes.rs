@@ -3,7 +3,11 @@
 use std::{collections::BTreeMap, str::FromStr, sync::Arc, time::Duration};
 
 use rusqlite::{Connection, OptionalExtension as _, Row};
-use torpor_sandbox::{Event, Phase, SandboxId, SandboxSpec, State, lifecycle::Next, lifecycle::next};
+use torpor_sandbox::{
+    Event, Phase, SandboxId, SandboxSpec, State,
+    id::clip,
+    lifecycle::{Next, next},
+};
 
 use super::{Change, Record, Store, StoreError, from_millis, leases, now, watch};
 
@@ -188,15 +192,24 @@ fn finish((mut record, [state, spec, labels]): (Record, [String; 3])) -> Result<
     Ok(record)
 }
 
+/// The rows that a condition chooses, each read or named as unreadable.
+fn rows(
+    conn: &Connection,
+    condition: &str,
+    params: impl rusqlite::Params,
+) -> Result<Vec<Result<Record, StoreError>>, StoreError> {
+    let sql = format!("SELECT {COLUMNS} FROM sandboxes {condition}");
+    let mut statement = conn.prepare_cached(&sql)?;
+    let rows = statement.query_map(params, raw)?;
+    Ok(rows.map(|row| finish(row?)).collect())
+}
+
 fn select(
     conn: &Connection,
     condition: &str,
     params: impl rusqlite::Params,
 ) -> Result<Vec<Record>, StoreError> {
-    let sql = format!("SELECT {COLUMNS} FROM sandboxes {condition}");
-    let mut statement = conn.prepare_cached(&sql)?;
-    let rows = statement.query_map(params, raw)?;
-    rows.map(|row| finish(row?)).collect()
+    rows(conn, condition, params)?.into_iter().collect()
 }
 
 /// As `select`, for listings: a row that can't be read is left out and logged, so that it hides no other.
@@ -205,27 +218,20 @@ fn select_readable(
     condition: &str,
     params: impl rusqlite::Params,
 ) -> Result<Vec<Record>, StoreError> {
-    let sql = format!("SELECT {COLUMNS} FROM sandboxes {condition}");
-    let mut statement = conn.prepare_cached(&sql)?;
-    let rows = statement.query_map(params, raw)?;
-    let read = rows.filter_map(|row| match row.map_err(StoreError::from).and_then(finish) {
+    let readable = rows(conn, condition, params)?.into_iter().filter_map(|row| match row {
         Err(error @ StoreError::Row { .. }) => {
             tracing::error!(%error, "left out of a listing");
             None
         }
         other => Some(other),
     });
-    read.collect()
+    readable.collect()
 }
 
 /// By id, or by name.
 fn load(conn: &Connection, key: &str) -> Result<Record, StoreError> {
     let column = if key.parse::<SandboxId>().is_ok() { "WHERE id = ?1" } else { "WHERE name = ?1" };
     select(conn, column, [key])?.pop().ok_or_else(|| StoreError::NotFound(clip(key)))
-}
-
-fn clip(text: &str) -> String {
-    text.chars().take(80).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 pub(super) fn changed_after(conn: &Connection, change: u64) -> Result<Vec<Record>, StoreError> {
