@@ -108,10 +108,12 @@ impl Allocator {
 
     /// The content of a piece as it should be on the disk.
     pub(crate) fn piece(&self, piece: u64) -> Vec<u8> {
-        let first = piece * PIECE_REFCOUNTS;
-        (first..first + PIECE_REFCOUNTS)
-            .flat_map(|cluster| u16::from(self.used.get(cluster)).to_be_bytes())
-            .collect()
+        let mut bytes = vec![0; PIECE as usize];
+        let (counts, _) = bytes.as_chunks_mut::<2>();
+        for (cluster, count) in (piece * PIECE_REFCOUNTS..).zip(counts) {
+            *count = u16::from(self.used.get(cluster)).to_be_bytes();
+        }
+        bytes
     }
 
     /// One more than the highest used cluster.

@@ -151,15 +151,23 @@ fn feed_zeros(hasher: &mut Sha256, zeros: &[u8], mut count: u64) {
 
 /// The next extent of data at or after `from`, as (start, end); both are `size` when only a hole follows.
 pub(crate) fn next_data(file: &File, from: u64, size: u64) -> io::Result<(u64, u64)> {
-    let start = match lseek(file, from as i64, Whence::SeekData) {
-        Ok(offset) => (offset as u64).min(size),
-        Err(Errno::ENXIO) => return Ok((size, size)),
-        Err(Errno::EINVAL) => return Ok((from, size)), // no SEEK_DATA on this file system: all is data
-        Err(errno) => return Err(errno.into()),
-    };
+    let start = data_start(file, from, size)?;
+    if start == size {
+        return Ok((size, size));
+    }
     match lseek(file, start as i64, Whence::SeekHole) {
         Ok(offset) => Ok((start, (offset as u64).min(size))),
-        Err(Errno::ENXIO) => Ok((size, size)),
+        Err(Errno::ENXIO | Errno::EINVAL) => Ok((start, size)),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// The start of what [`next_data`] finds.
+pub(crate) fn data_start(file: &File, from: u64, size: u64) -> io::Result<u64> {
+    match lseek(file, from as i64, Whence::SeekData) {
+        Ok(offset) => Ok((offset as u64).min(size)),
+        Err(Errno::ENXIO) => Ok(size),
+        Err(Errno::EINVAL) => Ok(from), // no SEEK_DATA on this file system: all is data
         Err(errno) => Err(errno.into()),
     }
 }

@@ -8,8 +8,10 @@ use std::path::Path;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 
+use crate::base::data_start;
 use crate::error::Error;
-use crate::files::read_up_to;
+use crate::files::{read_up_to, readv_up_to, writev_all};
+use crate::vectors::{fill_zeros, part_mut};
 
 /// A disk. Offsets and lengths are in bytes and of any alignment; all methods may be called from many threads at
 /// once. A request that isn't inside `0..size()` fails with [`io::ErrorKind::InvalidInput`] and changes nothing.
@@ -94,14 +96,21 @@ pub(crate) fn check_range(size: u64, offset: u64, length: u64) -> io::Result<()>
     }
 }
 
-/// Reads from a disk as if zeros followed its end.
-pub(crate) fn read_padded(disk: &dyn Block, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-    let inside = disk.size().saturating_sub(offset).min(buffer.len() as u64) as usize;
-    let (head, tail) = buffer.split_at_mut(inside);
-    tail.fill(0);
-    match head.is_empty() {
-        true => Ok(()),
-        false => disk.read(head, offset),
+/// Reads `length` bytes from a disk as if zeros followed its end.
+pub(crate) fn read_padded(
+    disk: &dyn Block,
+    buffers: &mut [IoSliceMut<'_>],
+    length: usize,
+    offset: u64,
+) -> io::Result<()> {
+    let inside = disk.size().saturating_sub(offset).min(length as u64) as usize;
+    if inside == length {
+        return disk.readv(buffers, offset);
+    }
+    part_mut(buffers, inside, length - inside, fill_zeros);
+    match inside {
+        0 => Ok(()),
+        _ => part_mut(buffers, 0, inside, |head| disk.readv(head, offset)),
     }
 }
 
@@ -171,23 +180,18 @@ impl Block for Raw {
     }
 
     fn readv(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<()> {
-        check_range(self.size, offset, total(buffers.iter().map(|buffer| buffer.len())))?;
-        let mut at = offset;
-        for buffer in buffers {
-            self.file.read_exact_at(buffer, at)?;
-            at += buffer.len() as u64;
+        let length = total(buffers.iter().map(|buffer| buffer.len()));
+        check_range(self.size, offset, length)?;
+        match readv_up_to(&self.file, buffers, length as usize, offset)? as u64 == length {
+            true => Ok(()),
+            false => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file became shorter")),
         }
-        Ok(())
     }
 
     fn writev(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
-        self.writing(offset, total(buffers.iter().map(|buffer| buffer.len())))?;
-        let mut at = offset;
-        for buffer in buffers {
-            self.file.write_all_at(buffer, at)?;
-            at += buffer.len() as u64;
-        }
-        Ok(())
+        let length = total(buffers.iter().map(|buffer| buffer.len()));
+        self.writing(offset, length)?;
+        writev_all(&self.file, buffers, length as usize, offset)
     }
 
     fn flush(&self) -> io::Result<()> {
@@ -220,7 +224,7 @@ impl Block for Raw {
 
     fn skip_zeros(&self, offset: u64) -> io::Result<u64> {
         match offset < self.size {
-            true => self.file.next_data(offset, self.size).map(|(start, _)| start),
+            true => data_start(&self.file, offset, self.size),
             false => Ok(self.size),
         }
     }
@@ -258,6 +262,32 @@ pub trait Host: Send + Sync {
     /// # Errors
     /// The host's; part of the data may have been written.
     fn write(&self, data: &[u8], offset: u64) -> io::Result<()>;
+
+    /// [`Host::read`] into several buffers, one after the other.
+    ///
+    /// # Errors
+    /// The host's.
+    fn readv(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<()> {
+        let mut at = offset;
+        for buffer in buffers {
+            self.read(buffer, at)?;
+            at += buffer.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// [`Host::write`] of several buffers, one after the other.
+    ///
+    /// # Errors
+    /// The host's; part of the data may have been written.
+    fn writev(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
+        let mut at = offset;
+        for buffer in buffers {
+            self.write(buffer, at)?;
+            at += buffer.len() as u64;
+        }
+        Ok(())
+    }
 
     /// Sets the length.
     ///
@@ -304,6 +334,21 @@ impl Host for File {
 
     fn write(&self, data: &[u8], offset: u64) -> io::Result<()> {
         self.write_all_at(data, offset)
+    }
+
+    fn readv(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<()> {
+        if let [one] = buffers {
+            return Host::read(self, one, offset);
+        }
+        let length = total(buffers.iter().map(|buffer| buffer.len())) as usize;
+        let count = readv_up_to(self, buffers, length, offset)?;
+        part_mut(buffers, count, length - count, fill_zeros);
+        Ok(())
+    }
+
+    fn writev(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
+        let length = total(buffers.iter().map(|buffer| buffer.len())) as usize;
+        writev_all(self, buffers, length, offset)
     }
 
     fn set_length(&self, length: u64) -> io::Result<()> {

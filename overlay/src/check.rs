@@ -43,6 +43,8 @@ pub(crate) struct Scan {
     pub(crate) used: Bitmap,
     /// Pieces of refcounts that count leaked clusters.
     pub(crate) leaking: BTreeSet<u64>,
+    /// Guest clusters that another program has compressed.
+    compressed: u64,
 }
 
 impl Scan {
@@ -56,6 +58,11 @@ impl Scan {
     /// The error of an image that isn't to be written to.
     pub(crate) fn refuse_damage(self, path: &Path) -> Result<Self, Error> {
         match self.report.damage.first() {
+            _ if self.compressed > 0 => Err(Flaw::unsupported(format!(
+                "another program has compressed {} clusters, which are read but not written to; export it to a new image",
+                self.compressed
+            ))
+            .at(path)),
             None => Ok(self),
             Some(first) => {
                 let more = self.report.damages - 1;
@@ -124,7 +131,11 @@ fn scan_entry(scan: &mut Scan, bounds: &Bounds, guest: u64, entry: u64) {
     if guest >= bounds.guest {
         return scan.damage(|| format!("the entry of guest cluster {guest}, beyond the end, is {entry:#x}"));
     }
-    if entry & COMPRESSED != 0 || entry & !(OFFSET | COPIED | ZERO) != 0 {
+    if entry & COMPRESSED != 0 {
+        scan.compressed += 1;
+        return scan.damage(|| format!("guest cluster {guest} is compressed"));
+    }
+    if entry & !(OFFSET | COPIED | ZERO) != 0 {
         return scan.damage(|| format!("the entry of guest cluster {guest} is {entry:#x}"));
     }
     let mapping = Mapping::of(entry);

@@ -20,13 +20,13 @@
 //! and the meta lock is never held over data I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
+use std::io::{self, IoSlice, IoSliceMut};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::alloc::{Allocator, Fresh};
-use crate::block::{Block, Host, read_padded, skip_zeros_padded};
+use crate::block::{Block, Host, read_padded, skip_zeros_padded, total};
 use crate::check;
 use crate::error::{Error, is_full};
 use crate::header::State;
@@ -39,6 +39,8 @@ use crate::vectors;
 pub(crate) const SHARDS: usize = 256;
 /// Changed L2 entries that are kept in memory at most; one more and the writer flushes.
 const MOST_CHANGED: usize = 16_384;
+/// Bytes from which on a write is a long one.
+const LONG_WRITE: usize = 256 << 10;
 /// Metadata is reserved on the host in pieces of this many bytes.
 const RESERVE: u64 = 4096;
 /// The file grows by this many clusters at a time.
@@ -47,7 +49,7 @@ const GROW_CLUSTERS: u64 = 256;
 /// An image open for writing, without a word on who may call when: that is [`crate::Overlay`]'s part.
 pub(crate) struct Engine {
     pub(crate) host: Box<dyn Host>,
-    base: Box<dyn Block>,
+    pub(crate) base: Box<dyn Block>,
     pub(crate) tables: Tables,
     pub(crate) generation: u64,
     l2: Vec<OnceLock<Box<[AtomicU64]>>>,
@@ -57,6 +59,8 @@ pub(crate) struct Engine {
     pub(crate) flushing: Mutex<u64>,
     /// Requests that have changed something and ended.
     pub(crate) changes: AtomicU64,
+    /// Held by a long write of data; nothing else is locked under it.
+    long_write: Mutex<()>,
     /// A sync failed: what the host lost is unknown.
     broken: AtomicBool,
     /// The last request that needed room on the host got none.
@@ -112,6 +116,7 @@ impl Engine {
             meta: Mutex::new(meta),
             flushing: Mutex::new(0),
             changes: AtomicU64::new(1),
+            long_write: Mutex::new(()),
             broken: AtomicBool::new(false),
             full: AtomicBool::new(false),
         })
@@ -146,6 +151,14 @@ impl Engine {
         }
     }
 
+    /// Writes data to the file. The host's file systems let one thread at a time write to a file, and who waits for that
+    /// spins: well for short writes, a waste of a processor for long ones, which therefore take turns asleep.
+    pub(crate) fn write_data(&self, data: &[IoSlice<'_>], length: usize, offset: u64) -> io::Result<()> {
+        let _turn =
+            (length >= LONG_WRITE).then(|| self.long_write.lock().unwrap_or_else(PoisonError::into_inner));
+        self.host.writev(data, offset)
+    }
+
     /// Syncs the file; a failure ends all writing.
     pub(crate) fn sync(&self) -> io::Result<()> {
         self.host.sync().inspect_err(|_| self.broken.store(true, Ordering::Release))
@@ -174,27 +187,9 @@ impl Engine {
         Ok(&self.l2[table].get_or_init(|| numbers.into_iter().map(AtomicU64::new).collect())[index])
     }
 
-    pub(crate) fn read_cluster(&self, cluster: u64, within: u64, buffer: &mut [u8]) -> io::Result<()> {
+    /// Writes a part of a guest cluster that had no data just now.
+    pub(crate) fn write_cluster(&self, cluster: u64, within: u64, data: &[IoSlice<'_>]) -> io::Result<()> {
         let entry = self.entry(cluster)?;
-        let _shared = self.shared(cluster);
-        match Mapping::of(entry.load(Ordering::Acquire)) {
-            Mapping::Data(host) => self.host.read(buffer, host * CLUSTER + within),
-            Mapping::Zero(_) => {
-                buffer.fill(0);
-                Ok(())
-            }
-            Mapping::Base => read_padded(&*self.base, buffer, cluster * CLUSTER + within),
-        }
-    }
-
-    pub(crate) fn write_cluster(&self, cluster: u64, within: u64, data: &[u8]) -> io::Result<()> {
-        let entry = self.entry(cluster)?;
-        {
-            let _shared = self.shared(cluster);
-            if let Mapping::Data(host) = Mapping::of(entry.load(Ordering::Acquire)) {
-                return self.host.write(data, host * CLUSTER + within);
-            }
-        }
         let mut written = self.write_exclusively(entry, cluster, within, data);
         if written.as_ref().is_err_and(is_full) && !self.meta().unlinked.is_empty() {
             // What was discarded since the last flush gives room now.
@@ -215,11 +210,17 @@ impl Engine {
         }
     }
 
-    fn write_exclusively(&self, entry: &AtomicU64, cluster: u64, within: u64, data: &[u8]) -> io::Result<()> {
+    fn write_exclusively(
+        &self,
+        entry: &AtomicU64,
+        cluster: u64,
+        within: u64,
+        data: &[IoSlice<'_>],
+    ) -> io::Result<()> {
         let _exclusive = self.exclusive(cluster);
         let old = Mapping::of(entry.load(Ordering::Acquire));
         if let Mapping::Data(host) = old {
-            return self.host.write(data, host * CLUSTER + within);
+            return self.host.writev(data, host * CLUSTER + within);
         }
         let fresh = self.allocate(cluster)?;
         if let Err(error) = self.fill(fresh, old, cluster, within, data) {
@@ -288,23 +289,37 @@ impl Engine {
     }
 
     /// Gives a fresh host cluster the guest cluster's old content with the new data in it.
-    fn fill(&self, fresh: Fresh, old: Mapping, cluster: u64, within: u64, data: &[u8]) -> io::Result<()> {
+    fn fill(
+        &self,
+        fresh: Fresh,
+        old: Mapping,
+        cluster: u64,
+        within: u64,
+        data: &[IoSlice<'_>],
+    ) -> io::Result<()> {
         let offset = fresh.cluster * CLUSTER;
-        let whole = data.len() as u64 == CLUSTER;
-        let below = old == Mapping::Base && cluster * CLUSTER < self.base.size();
+        let whole = total(data.iter().map(|buffer| buffer.len())) == CLUSTER;
+        let below = !whole && old == Mapping::Base && !self.is_base_zero(cluster)?;
         if whole || (fresh.zeroed && !below) {
-            return self.host.write(data, offset + within);
+            return self.host.writev(data, offset + within);
         }
         let mut content = vec![0; CLUSTER as usize];
         if below {
-            read_padded(&*self.base, &mut content, cluster * CLUSTER)?;
+            let buffers = &mut [IoSliceMut::new(&mut content)];
+            read_padded(&*self.base, buffers, CLUSTER as usize, cluster * CLUSTER)?;
         }
-        content[within as usize..within as usize + data.len()].copy_from_slice(data);
+        vectors::gather(data, &mut content[within as usize..]);
         let (start, end) = match fresh.zeroed {
             true => vectors::without_zeros(&content),
             false => (0, content.len()),
         };
         self.host.write(&content[start..end], offset + start as u64)
+    }
+
+    /// True when the base is known, without reading it, to have nothing but zeros there.
+    fn is_base_zero(&self, cluster: u64) -> io::Result<bool> {
+        let start = cluster * CLUSTER;
+        Ok(start >= self.base.size() || skip_zeros_padded(&*self.base, start)? >= start + CLUSTER)
     }
 
     /// Makes a whole guest cluster read as zeros and gives its host cluster up.
@@ -386,12 +401,12 @@ impl Engine {
 
     /// Writes zeros to a part of a cluster, unless it reads as zeros already.
     pub(crate) fn zero_part(&self, offset: u64, length: u64) -> io::Result<()> {
-        let (cluster, within) = (offset / CLUSTER, offset % CLUSTER);
         let mut found = vec![0; length as usize];
-        self.read_cluster(cluster, within, &mut found)?;
-        match vectors::is_zero(&found) {
-            true => Ok(()),
-            false => self.write_cluster(cluster, within, &vec![0; length as usize]),
+        self.read(offset, &mut [IoSliceMut::new(&mut found)], length as usize)?;
+        if vectors::is_zero(&found) {
+            return Ok(());
         }
+        found.fill(0);
+        self.write(offset, &[IoSlice::new(&found)], length as usize)
     }
 }

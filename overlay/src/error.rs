@@ -86,6 +86,28 @@ pub enum Error {
         /// The smallest possible size in bytes.
         minimum: u64,
     },
+    /// Read-only for ever, as other overlays stand on it: it can't be written to, nor deleted before them.
+    #[error("{} is sealed{}; open or delete those", path.display(), children_of(children))]
+    Sealed {
+        /// The sealed overlay.
+        path: PathBuf,
+        /// The overlays that are known to stand on it.
+        children: Vec<PathBuf>,
+    },
+    /// A disk can't become that large in its place: the tables that were laid out for it have no room.
+    #[error(
+        "{} has room for {maximum} bytes at most, not for {size}: flatten it into a new base and make an overlay of that \
+         size over it",
+        path.display()
+    )]
+    TooLarge {
+        /// The overlay.
+        path: PathBuf,
+        /// The requested size in bytes.
+        size: u64,
+        /// The largest possible size in bytes.
+        maximum: u64,
+    },
     /// Any other failure of the operating system.
     #[error("cannot {action} {}", path.display())]
     Io {
@@ -102,6 +124,16 @@ fn by(holder: Option<u32>) -> String {
     holder.map(|pid| format!(" by process {pid}")).unwrap_or_default()
 }
 
+fn children_of(children: &[PathBuf]) -> String {
+    match children {
+        [] => ", as other overlays stand on it".to_owned(),
+        _ => {
+            let names: Vec<String> = children.iter().map(|child| child.display().to_string()).collect();
+            format!(", as {} stand on it", names.join(", "))
+        }
+    }
+}
+
 impl Error {
     /// The stable reason code, as used in statuses and by scripts.
     pub fn reason(&self) -> &'static str {
@@ -115,6 +147,8 @@ impl Error {
             Self::Unsupported { .. } => "UNSUPPORTED",
             Self::AlreadyExists { .. } => "ALREADY_EXISTS",
             Self::TooSmall { .. } => "TOO_SMALL",
+            Self::Sealed { .. } => "SEALED",
+            Self::TooLarge { .. } => "TOO_LARGE",
             Self::Io { .. } => "IO",
         }
     }

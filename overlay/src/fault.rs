@@ -54,6 +54,11 @@ impl Recorder {
         self.lock().log.clone()
     }
 
+    /// The changes since the last call of this.
+    pub fn take_log(&self) -> Vec<Change> {
+        std::mem::take(&mut self.lock().log)
+    }
+
     /// Lets the operation after `count` more changes, and all after it, fail with an error number; `None` ends that.
     pub fn fail_after(&self, fail: Option<(u64, i32)>) {
         self.lock().fail = fail;
@@ -124,6 +129,12 @@ impl Host for Recorder {
 
     fn write(&self, data: &[u8], offset: u64) -> io::Result<()> {
         self.lock().change(Change::Write(offset, data.to_vec()))
+    }
+
+    fn writev(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
+        let mut data = Vec::with_capacity(buffers.iter().map(|buffer| buffer.len()).sum());
+        buffers.iter().for_each(|buffer| data.extend_from_slice(buffer));
+        self.lock().change(Change::Write(offset, data))
     }
 
     fn set_length(&self, length: u64) -> io::Result<()> {

@@ -1,14 +1,19 @@
 //! Files that appear whole or not at all.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, IoSlice, IoSliceMut};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use nix::sys::uio::{pread, preadv, pwrite, pwritev};
 
 use crate::error::Error;
+use crate::vectors::{part, part_mut};
+
+/// Buffers in one system call at most (IOV_MAX of readv(2)).
+const MOST_BUFFERS: usize = 1024;
 
 /// A new file under a temporary name beside its final one; removed on drop unless it was published.
 pub(crate) struct NewFile {
@@ -115,6 +120,53 @@ pub(crate) fn read_up_to(file: &File, buffer: &mut [u8], offset: u64) -> io::Res
     Ok(done)
 }
 
+/// [`read_up_to`] into `length` bytes of buffers, which stay as they are; one system call when the host gives all at once.
+pub(crate) fn readv_up_to(
+    file: &File,
+    buffers: &mut [IoSliceMut<'_>],
+    length: usize,
+    offset: u64,
+) -> io::Result<usize> {
+    let mut done = 0;
+    while done < length {
+        let read = part_mut(buffers, done, length - done, |left| {
+            let (count, at) = (left.len().min(MOST_BUFFERS), (offset + done as u64) as i64);
+            match left {
+                [one] => pread(file, one, at),
+                _ => preadv(file, &mut left[..count], at),
+            }
+        });
+        match read {
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(done)
+}
+
+/// Writes all of the buffers, `length` bytes; one system call when the host takes all at once.
+pub(crate) fn writev_all(file: &File, buffers: &[IoSlice<'_>], length: usize, offset: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < length {
+        let written = part(buffers, done, length - done, |left| {
+            let (count, at) = (left.len().min(MOST_BUFFERS), (offset + done as u64) as i64);
+            match left {
+                [one] => pwrite(file, one, at),
+                _ => pwritev(file, &left[..count], at),
+            }
+        });
+        match written {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => done += count,
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -126,6 +178,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         drop(NewFile::beside(&dir.path().join("a")).unwrap());
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn more_buffers_than_one_system_call_takes_are_read_and_written_in_order() {
+        let file = tempfile::tempfile().unwrap();
+        let data: Vec<u8> = (0..9000u32).map(|at| (at % 251) as u8).collect();
+        let slices: Vec<IoSlice<'_>> = data.chunks(3).map(IoSlice::new).collect();
+        writev_all(&file, &slices, data.len(), 7).unwrap();
+        let mut found = vec![0xee; data.len() + 10];
+        let length = found.len();
+        let mut slices: Vec<IoSliceMut<'_>> = found.chunks_mut(2).map(IoSliceMut::new).collect();
+        assert_eq!(readv_up_to(&file, &mut slices, length, 7).unwrap(), data.len());
+        assert!(found[..data.len()] == data && found[data.len()..] == [0xee; 10]);
     }
 
     #[test]

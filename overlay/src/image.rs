@@ -1,7 +1,8 @@
-//! Reading any qcow2 image: versions 2 and 3, clusters of 512 bytes to 2 MiB, over a base or alone.
+//! Reading any qcow2 image: versions 2 and 3, clusters of 512 bytes to 2 MiB, with subclusters (extended L2 entries) and
+//! with clusters compressed by deflate, over a base or alone.
 //!
-//! Nothing is ever written. What can't be read right is refused: encryption, external data files, extended L2
-//! entries at opening; a compressed cluster when it is read.
+//! Nothing is ever written. What can't be read right is refused at opening: encryption, external data files, other
+//! compression.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -10,6 +11,7 @@ use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::block::{Block, Host, check_range, read_only, read_padded, skip_zeros_padded, total};
+use crate::compressed::{Inflater, Packed};
 use crate::error::{Error, Flaw};
 use crate::header::{
     Header, INCOMPATIBLE_COMPRESSION, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_EXTENDED_L2,
@@ -17,13 +19,18 @@ use crate::header::{
 };
 use crate::inspect::read_header;
 use crate::tables::{COMPRESSED, OFFSET, ZERO, read_numbers};
+use crate::vectors::{fill_zeros, part_mut, scatter};
 
 /// Most entries of an L1 table (32 MiB of them), as in QEMU.
 const MOST_L1: u64 = 4 << 20;
-/// Entries of an L2 table that are read and kept together.
+/// Numbers of an L2 table that are read and kept together.
 const SLICE: u64 = 512;
 /// Slices that are kept: 4 MiB of memory.
 const MOST_SLICES: usize = 1024;
+/// Parts of a cluster that an extended L2 entry tells of.
+const SUBCLUSTERS: u64 = 32;
+/// Smallest clusters with subclusters: those are then sectors.
+const LEAST_EXTENDED_BITS: u32 = 14;
 
 /// A qcow2 image, open for reading.
 pub struct Image {
@@ -33,6 +40,7 @@ pub struct Image {
     l1: Vec<u64>,
     backing: Option<Box<dyn Block>>,
     slices: RwLock<HashMap<u64, Arc<[u64]>>>,
+    inflater: Inflater,
 }
 
 impl std::fmt::Debug for Image {
@@ -42,10 +50,13 @@ impl std::fmt::Debug for Image {
 }
 
 /// What a guest offset maps to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Found {
     Backing,
     Zero,
+    /// The offset in the file.
     Data(u64),
+    Compressed(Packed),
 }
 
 impl Image {
@@ -69,6 +80,16 @@ impl Image {
         Self::from_parts(Box::new(file), header, backing, path)
     }
 
+    /// Reads an image in any [`Host`]; `path` is for messages.
+    ///
+    /// # Errors
+    /// Those of [`Image::open`] but [`Error::DataMissing`].
+    pub fn open_on(host: Box<dyn Host>, backing: Option<Box<dyn Block>>, path: &Path) -> Result<Self, Error> {
+        let length = host.length().map_err(|source| Error::io(path, "inspect", source))?;
+        let header = crate::tables::read_header(&*host, length, path)?;
+        Self::from_parts(host, header, backing, path)
+    }
+
     fn from_parts(
         host: Box<dyn Host>,
         header: Header,
@@ -85,43 +106,76 @@ impl Image {
             );
         }
         let l1 = read_numbers(&*host, header.l1_offset, header.l1_entries.into()).map_err(failed)?;
-        Ok(Self { host, header, length, l1, backing, slices: RwLock::default() })
+        let inflater = Inflater::new(header.cluster_bytes());
+        Ok(Self { host, header, length, l1, backing, slices: RwLock::default(), inflater })
+    }
+
+    /// Bytes of an L2 entry.
+    fn entry_bytes(&self) -> u64 {
+        if self.is_extended() { 16 } else { 8 }
+    }
+
+    fn is_extended(&self) -> bool {
+        self.header.incompatible & INCOMPATIBLE_EXTENDED_L2 != 0
+    }
+
+    /// Bytes of the disk that an L2 table covers.
+    fn table_bytes(&self) -> u64 {
+        self.header.cluster_bytes() / self.entry_bytes() * self.header.cluster_bytes()
     }
 
     fn find(&self, guest: u64) -> io::Result<Found> {
-        let cluster = guest >> self.header.cluster_bits;
-        let entries = self.header.cluster_bytes() / 8;
-        let table = self.l1.get((cluster / entries) as usize).copied().unwrap_or(0) & OFFSET;
+        let table = self.l1.get((guest / self.table_bytes()) as usize).copied().unwrap_or(0) & OFFSET;
         if table == 0 {
             return Ok(Found::Backing);
         }
-        let entry = self.l2_entry(table, cluster % entries)?;
+        let index = guest % self.table_bytes() / self.header.cluster_bytes();
+        let (entry, subclusters) = self.l2_entry(table, index)?;
+        let wrong = || damaged(format!("the entry of guest offset {guest} is {entry:#x}"));
         if entry & COMPRESSED != 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                format!("the cluster at {guest} is compressed; convert the image with qemu-img first"),
-            ));
+            let packed = Packed::decode(entry, self.header.cluster_bits);
+            return if packed.offset < self.length { Ok(Found::Compressed(packed)) } else { Err(wrong()) };
         }
         let host = entry & OFFSET;
-        match (entry & ZERO != 0 && self.header.version >= 3, host) {
-            (true, _) => Ok(Found::Zero),
-            (false, 0) => Ok(Found::Backing),
-            (false, host) if host.is_multiple_of(self.header.cluster_bytes()) && host < self.length => {
-                Ok(Found::Data(host))
+        if !host.is_multiple_of(self.header.cluster_bytes()) || host >= self.length {
+            return Err(wrong());
+        }
+        let within = guest % self.header.cluster_bytes();
+        let mapped = |there: bool| match there {
+            true if host == 0 => Err(wrong()),
+            true => Ok(Found::Data(host + within)),
+            false => Ok(Found::Backing),
+        };
+        match subclusters {
+            Some(bits) => {
+                let subcluster = within * SUBCLUSTERS / self.header.cluster_bytes();
+                match (bits >> subcluster & 1 == 1, bits >> (subcluster + SUBCLUSTERS) & 1 == 1) {
+                    (true, true) => Err(wrong()),
+                    (false, true) => Ok(Found::Zero),
+                    (there, false) => mapped(there),
+                }
             }
-            _ => Err(damaged(format!("the entry of guest offset {guest} is {entry:#x}"))),
+            None if entry & ZERO != 0 && self.header.version >= 3 => Ok(Found::Zero),
+            None => mapped(host != 0),
         }
     }
 
-    fn l2_entry(&self, table: u64, index: u64) -> io::Result<u64> {
+    /// An entry, and with extended entries the bits of its subclusters.
+    fn l2_entry(&self, table: u64, index: u64) -> io::Result<(u64, Option<u64>)> {
         if !table.is_multiple_of(self.header.cluster_bytes()) || table >= self.length {
             return Err(damaged(format!("an L2 table is at {table:#x}")));
         }
+        let index = index * self.entry_bytes() / 8;
         let count = SLICE.min(self.header.cluster_bytes() / 8);
-        let offset = table + index / count * count * 8;
+        let slice = self.slice(table + index / count * count * 8, count)?;
+        let at = (index % count) as usize;
+        Ok((slice[at], self.is_extended().then(|| slice[at + 1])))
+    }
+
+    fn slice(&self, offset: u64, count: u64) -> io::Result<Arc<[u64]>> {
         let known = self.slices.read().unwrap_or_else(PoisonError::into_inner).get(&offset).map(Arc::clone);
         if let Some(slice) = known {
-            return Ok(slice[(index % count) as usize]);
+            return Ok(slice);
         }
         let slice: Arc<[u64]> = read_numbers(&*self.host, offset, count)?.into();
         let mut slices = self.slices.write().unwrap_or_else(PoisonError::into_inner);
@@ -129,7 +183,46 @@ impl Image {
             slices.clear();
         }
         slices.insert(offset, Arc::clone(&slice));
-        Ok(slice[(index % count) as usize])
+        Ok(slice)
+    }
+
+    /// What `at` maps to, and how many of `left` bytes from there on lie behind one another.
+    fn extent(&self, at: u64, left: u64) -> io::Result<(Found, u64)> {
+        let cluster = self.header.cluster_bytes();
+        let first = self.find(at)?;
+        let unit = match first {
+            Found::Compressed(_) => cluster,
+            _ if self.is_extended() => cluster / SUBCLUSTERS,
+            _ => cluster,
+        };
+        let mut end = (at / unit + 1) * unit;
+        while end < at + left && continues(first, end - at, self.find(end)?) {
+            end += unit;
+        }
+        Ok((first, left.min(end - at)))
+    }
+
+    fn read_extent(
+        &self,
+        found: Found,
+        part: &mut [IoSliceMut<'_>],
+        length: usize,
+        at: u64,
+    ) -> io::Result<()> {
+        match (found, &self.backing) {
+            (Found::Data(host), _) => self.host.readv(part, host),
+            (Found::Compressed(packed), _) => {
+                let content = self.inflater.get(&*self.host, packed)?;
+                let within = (at % self.header.cluster_bytes()) as usize;
+                scatter(&content[within..within + length], part);
+                Ok(())
+            }
+            (Found::Backing, Some(backing)) => read_padded(&**backing, part, length, at),
+            (Found::Backing | Found::Zero, _) => {
+                fill_zeros(part);
+                Ok(())
+            }
+        }
     }
 
     /// True when a whole L2 table lets the backing file through.
@@ -138,20 +231,18 @@ impl Image {
         let end = offset.saturating_add(self.header.cluster_bytes());
         Ok(offset == 0 || self.host.next_data(offset, end)?.0 == end)
     }
+}
 
-    fn read_piece(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        match (self.find(offset)?, &self.backing) {
-            (Found::Data(host), _) => self.host.read(buffer, host + offset % self.header.cluster_bytes()),
-            (Found::Backing, Some(backing)) => read_padded(&**backing, buffer, offset),
-            _ => {
-                buffer.fill(0);
-                Ok(())
-            }
-        }
+/// True when `next` lies `distance` bytes behind `first`.
+fn continues(first: Found, distance: u64, next: Found) -> bool {
+    match (first, next) {
+        (Found::Data(first), Found::Data(next)) => first + distance == next,
+        (Found::Compressed(_), _) | (_, Found::Compressed(_)) => false,
+        _ => first == next,
     }
 }
 
-fn damaged(text: String) -> io::Error {
+pub(crate) fn damaged(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text)
 }
 
@@ -160,7 +251,6 @@ fn readable(header: &Header, length: u64) -> Result<(), Flaw> {
     let refused = [
         (header.encryption != 0, "it is encrypted"),
         (incompatible & INCOMPATIBLE_EXTERNAL_DATA != 0, "its data is in another file"),
-        (incompatible & INCOMPATIBLE_EXTENDED_L2 != 0, "it has subclusters (extended L2 entries)"),
         (incompatible & INCOMPATIBLE_COMPRESSION != 0, "it has another compression than deflate"),
         (u64::from(header.l1_entries) > MOST_L1, "its L1 table is too large"),
         (header.virtual_bytes > i64::MAX as u64, "its disk is too large"),
@@ -173,8 +263,12 @@ fn readable(header: &Header, length: u64) -> Result<(), Flaw> {
     if incompatible & INCOMPATIBLE_CORRUPT != 0 {
         return Err(Flaw::corrupt("another program marked it as corrupt"));
     }
-    let covered =
-        u128::from(header.l1_entries) * u128::from(header.cluster_bytes() / 8 * header.cluster_bytes());
+    let extended = incompatible & INCOMPATIBLE_EXTENDED_L2 != 0;
+    if extended && header.cluster_bits < LEAST_EXTENDED_BITS {
+        return Err(Flaw::corrupt("its clusters are too small for subclusters"));
+    }
+    let entries = header.cluster_bytes() / if extended { 16 } else { 8 };
+    let covered = u128::from(header.l1_entries) * u128::from(entries * header.cluster_bytes());
     if covered < u128::from(header.virtual_bytes) {
         return Err(Flaw::corrupt(format!("its L1 table of {} entries is too small", header.l1_entries)));
     }
@@ -191,17 +285,15 @@ impl Block for Image {
     }
 
     fn readv(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<()> {
-        check_range(self.size(), offset, total(buffers.iter().map(|buffer| buffer.len())))?;
-        let cluster = self.header.cluster_bytes();
-        let mut at = offset;
-        for buffer in buffers {
-            let mut rest = &mut buffer[..];
-            while !rest.is_empty() {
-                let count = (cluster - at % cluster).min(rest.len() as u64);
-                let (piece, after) = rest.split_at_mut(count as usize);
-                self.read_piece(piece, at)?;
-                (rest, at) = (after, at + count);
-            }
+        let length = total(buffers.iter().map(|buffer| buffer.len()));
+        check_range(self.size(), offset, length)?;
+        let mut done = 0;
+        while done < length {
+            let at = offset + done;
+            let (found, count) = self.extent(at, length - done)?;
+            let (skip, count) = (done as usize, count as usize);
+            part_mut(buffers, skip, count, |part| self.read_extent(found, part, count, at))?;
+            done += count as u64;
         }
         Ok(())
     }
@@ -211,7 +303,7 @@ impl Block for Image {
     }
 
     fn skip_zeros(&self, offset: u64) -> io::Result<u64> {
-        let table_bytes = self.header.cluster_bytes() / 8 * self.header.cluster_bytes();
+        let table_bytes = self.table_bytes();
         let mut at = offset.min(self.size());
         while at < self.size() && self.is_empty(at / table_bytes)? {
             let below =

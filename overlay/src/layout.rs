@@ -14,7 +14,7 @@ pub(crate) const BLOCK_REFCOUNTS: u64 = CLUSTER / 2;
 pub(crate) const MAX_VIRTUAL: u64 = 16 << 40;
 /// Host clusters beyond those that a full overlay needs: room for clusters that are freed but not yet reusable,
 /// and for clusters that a crash leaked and no repair has given back yet.
-const SLACK: u64 = 1024;
+pub(crate) const SLACK: u64 = 1024;
 
 /// Positions of the metadata of a new overlay, all in clusters.
 #[derive(Debug, Clone, PartialEq, Eq)]

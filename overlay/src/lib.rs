@@ -27,8 +27,11 @@
 //! # What is where
 //! - [`create`], [`inspect`], [`verify_base`], [`Lock`]: for a driver whose hypervisor does the I/O itself; with
 //!   [`raise_generation`] before it starts and [`mark_closed`] after it ended.
-//! - [`open()`] and [`Block`]: the engine, for a VMM. [`Raw`] and [`Image`] are the other disks.
-//! - [`check`], [`repair`], [`grow`], [`compact`], [`rewrite`], [`flatten`], [`export`], [`fork()`]: for the workspace at rest.
+//! - [`open()`] and [`Block`]: the engine, for a VMM. [`Raw`] and [`Image`] (any qcow2 file, read only) are the other
+//!   disks. A request runs in the thread that calls; [`Queue`] takes many at a time, with completions or futures.
+//! - [`check`], [`repair`], [`grow`], [`compact`], [`rewrite`], [`flatten`], [`export`]: for the workspace at rest.
+//! - [`fork()`] and [`remove()`]: many overlays on one, and the order in which they go. A sealed overlay is neither
+//!   written to nor deleted while others stand on it ([`Error::Sealed`]).
 //! - [`fault`]: disks that fail and hosts that crash, for tests.
 
 mod alloc;
@@ -37,6 +40,7 @@ mod bitmap;
 mod block;
 mod check;
 mod compact;
+mod compressed;
 mod create;
 mod engine;
 mod error;
@@ -53,6 +57,9 @@ mod lock;
 mod maintain;
 mod open;
 mod overlay;
+mod queue;
+mod remove;
+mod reply;
 mod runs;
 mod tables;
 mod vectors;
@@ -69,5 +76,7 @@ pub use image::Image;
 pub use inspect::{Info, inspect};
 pub use lock::{Lock, holder_of, is_locked};
 pub use maintain::{Repaired, check, grow, grow_on, repair};
-pub use open::{mark_closed, open, open_locked, open_read_only, raise_generation};
+pub use open::{mark_closed, open, open_locked, open_locked_over, open_read_only, raise_generation};
 pub use overlay::Overlay;
+pub use queue::{CloseError, Hook, Limits, Queue, Refused};
+pub use remove::remove;

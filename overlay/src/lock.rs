@@ -61,6 +61,28 @@ impl Lock {
         Ok(Self { file, path: path.to_path_buf() })
     }
 
+    /// Takes over a descriptor (read-write) whose description carries the lock, as a VM's process inherits it. `path` is for
+    /// messages only. A description that was open without the lock gets it here.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] when another description holds the lock, [`Error::Unsupported`] when it isn't a regular file,
+    /// [`Error::Io`], also when it isn't open for writing.
+    pub fn from_fd(fd: OwnedFd, path: &Path) -> Result<Self, Error> {
+        let file = File::from(fd);
+        let opened = file.metadata().map_err(|source| Error::io(path, "inspect overlay", source))?;
+        if !opened.is_file() {
+            return Err(Flaw::unsupported("it isn't a regular file").at(path));
+        }
+        // To the description that holds it, a lock is given again; nobody has to be waited for.
+        match fcntl(&file, FcntlArg::F_OFD_SETLK(&whole_file(libc::F_WRLCK))) {
+            Ok(_) => Ok(Self { file, path: path.to_path_buf() }),
+            Err(Errno::EAGAIN | Errno::EACCES) => {
+                Err(Error::Locked { path: path.to_path_buf(), holder: holder_of(path) })
+            }
+            Err(errno) => Err(Error::io(path, "lock", errno.into())),
+        }
+    }
+
     /// The locked overlay's path.
     pub fn path(&self) -> &Path {
         &self.path

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use crate::alloc::{Allocator, piece_offset};
 use crate::block::Host;
 use crate::check::{PIECE_REFCOUNTS, Report, Scan, scan};
-use crate::error::{Error, Flaw};
+use crate::error::Error;
 use crate::files::NewFile;
 use crate::header::{OFFSET_L1_SIZE, OFFSET_SIZE, State};
-use crate::layout::{CLUSTER, Layout, TABLE_ENTRIES, l2_tables, refcount_room};
+use crate::layout::{
+    BLOCK_REFCOUNTS, CLUSTER, Layout, MAX_VIRTUAL, SLACK, TABLE_ENTRIES, l2_tables, refcount_room,
+};
 use crate::lock::Lock;
 use crate::open::sealed;
 use crate::tables::{COPIED, Tables};
@@ -105,8 +107,8 @@ fn copy_metadata(file: &File, tables: &Tables, path: &Path) -> Result<PathBuf, E
 ///
 /// # Errors
 /// [`Error::TooSmall`] for a size below the present one (a disk never shrinks; the present size is no change),
-/// [`Error::Unsupported`] beyond 16 TiB or beyond what the tables of this overlay have room for (at least 4 TiB),
-/// [`Error::Locked`], [`Error::Corrupt`], [`Error::NoSpace`], [`Error::Io`].
+/// [`Error::TooLarge`] beyond what the tables of this overlay have room for (at least 4 TiB, at most 16 TiB; it says what
+/// to do instead), [`Error::Locked`], [`Error::Corrupt`], [`Error::NoSpace`], [`Error::Io`].
 pub fn grow(path: &Path, size: u64) -> Result<(), Error> {
     let lock = Lock::acquire(path)?;
     grow_on(lock.file(), path, size)
@@ -122,11 +124,12 @@ pub fn grow_on(host: &dyn Host, path: &Path, size: u64) -> Result<(), Error> {
     if size < present {
         return Err(Error::TooSmall { path: path.to_path_buf(), size, minimum: present });
     }
-    let layout = Layout::for_size(size).map_err(|flaw| flaw.at(path))?;
+    let too_large = |maximum| Error::TooLarge { path: path.to_path_buf(), size, maximum };
+    let layout = Layout::for_size(size).map_err(|_| too_large(MAX_VIRTUAL))?;
     if layout.virtual_bytes == present {
         return Ok(());
     }
-    let plan = Growth::plan(&tables, layout.virtual_bytes, scan.used.end()).map_err(|flaw| flaw.at(path))?;
+    let plan = Growth::plan(&tables, layout.virtual_bytes, scan.used.end()).map_err(too_large)?;
     plan.carry_out(host, &tables, scan).map_err(|source| Error::io(path, "grow", source))
 }
 
@@ -140,7 +143,8 @@ struct Growth {
 }
 
 impl Growth {
-    fn plan(tables: &Tables, size: u64, start: u64) -> Result<Self, Flaw> {
+    /// Where the new tables go; the largest possible size when there is no room for them.
+    fn plan(tables: &Tables, size: u64, start: u64) -> Result<Self, u64> {
         let l2_total = l2_tables(size);
         let l1_room = tables.l2.len().div_ceil(TABLE_ENTRIES as usize) as u64 * TABLE_ENTRIES;
         let l2 = l2_total - tables.l2.len() as u64;
@@ -151,10 +155,12 @@ impl Growth {
         let blocks = needed - tables.blocks.len() as u64;
         let table_room = u64::from(tables.header.refcount_table_clusters) * TABLE_ENTRIES;
         if l2_total > l1_room || needed > table_room {
-            let most = l1_room * TABLE_ENTRIES * CLUSTER;
-            return Err(Flaw::unsupported(format!(
-                "its tables have room for {most} bytes; export it into a larger image to go beyond"
-            )));
+            let counted = table_room * BLOCK_REFCOUNTS;
+            let beside = (metadata + l1_room + 2 * SLACK).max(start);
+            return Err((l1_room * TABLE_ENTRIES)
+                .min(counted.saturating_sub(beside))
+                .min(MAX_VIRTUAL / CLUSTER)
+                * CLUSTER);
         }
         Ok(Self { size, blocks: (start, blocks), l2: (start + blocks, l2) })
     }

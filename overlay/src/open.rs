@@ -12,6 +12,7 @@ use crate::image::Image;
 use crate::inspect::read_header;
 use crate::lock::Lock;
 use crate::overlay::Overlay;
+use crate::remove::noted_children;
 use crate::tables::{Tables, write_state};
 
 /// Layers beneath an overlay at most. Each costs every read of untouched content a look-up.
@@ -25,7 +26,7 @@ const MOST_BASES: usize = 8;
 ///
 /// # Errors
 /// [`Error::Locked`], [`Error::DataMissing`], [`Error::BaseMissing`], [`Error::BaseChanged`], [`Error::Corrupt`],
-/// [`Error::Unsupported`], [`Error::NoSpace`], [`Error::Io`].
+/// [`Error::Sealed`], [`Error::Unsupported`], [`Error::NoSpace`], [`Error::Io`].
 pub fn open(path: &Path, bases: &[&Path]) -> Result<Overlay, Error> {
     open_locked(Lock::acquire(path)?, bases)
 }
@@ -38,6 +39,29 @@ pub fn open_locked(lock: Lock, bases: &[&Path]) -> Result<Overlay, Error> {
     let header = read_header(lock.file(), lock.path())?;
     let base = open_bases(&header, lock.path(), bases)?;
     Overlay::open_locked(lock, base)
+}
+
+/// [`open_locked`] over one raw base that the caller has open and has verified by its digest: of it only the size is checked
+/// here. For a VM's process, which is handed descriptors. `base_path` is for messages.
+///
+/// # Errors
+/// Those of [`open_locked`].
+pub fn open_locked_over(lock: Lock, base: File, base_path: &Path) -> Result<Overlay, Error> {
+    let header = read_header(lock.file(), lock.path())?;
+    let raw_base = header.torpor.as_ref().filter(|torpor| torpor.format == BaseFormat::Raw);
+    let Some(torpor) = raw_base else {
+        return Err(Flaw::unsupported("it isn't an overlay over a raw base").at(lock.path()));
+    };
+    let metadata = base.metadata().map_err(|source| Error::io(base_path, "inspect base image", source))?;
+    if metadata.len() != torpor.identity.size {
+        return Err(Error::BaseChanged {
+            path: base_path.to_path_buf(),
+            expected: format!("{} of {} bytes", torpor.identity.digest, torpor.identity.size),
+            found: format!("a file of {} bytes", metadata.len()),
+        });
+    }
+    let raw = Raw::from_file(base, false).map_err(|source| Error::io(base_path, "inspect", source))?;
+    Overlay::open_locked(lock, Box::new(raw))
 }
 
 /// Opens an overlay, sealed or not, for reading, without a lock: for an overlay that no one writes to.
@@ -87,7 +111,7 @@ pub fn mark_closed(lock: &Lock) -> Result<(), Error> {
 }
 
 pub(crate) fn sealed(path: &Path) -> Error {
-    Flaw::unsupported("it is sealed, as other overlays stand on it; open one of those").at(path)
+    Error::Sealed { path: path.to_path_buf(), children: noted_children(path) }
 }
 
 /// Verifies and opens what an image stands on.

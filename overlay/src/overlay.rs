@@ -11,7 +11,7 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::layout::{CLUSTER, TABLE_ENTRIES};
 use crate::lock::Lock;
-use crate::vectors::{self, Piece};
+use crate::vectors::Piece;
 
 /// An overlay open for writing.
 ///
@@ -165,13 +165,14 @@ impl Block for Overlay {
     }
 
     fn readv(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<()> {
-        let gate = self.enter(offset, total(buffers.iter().map(|buffer| buffer.len())))?;
-        vectors::for_each_read(buffers, offset, |at, buffer| gate.engine.read(at, buffer))
+        let length = total(buffers.iter().map(|buffer| buffer.len()));
+        self.enter(offset, length)?.engine.read(offset, buffers, length as usize)
     }
 
     fn writev(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
-        let gate = self.enter_writing(offset, total(buffers.iter().map(|buffer| buffer.len())))?;
-        gate.change(|engine| vectors::for_each_write(buffers, offset, |at, data| engine.write(at, data)))
+        let length = total(buffers.iter().map(|buffer| buffer.len()));
+        let gate = self.enter_writing(offset, length)?;
+        gate.change(|engine| engine.write(offset, buffers, length as usize))
     }
 
     fn flush(&self) -> io::Result<()> {

@@ -3,88 +3,106 @@
 //! Locks of several guest clusters are taken in rising order of the locks and never across their wrap-around, so that
 //! no two requests wait for each other.
 
-use std::io;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::sync::RwLockReadGuard;
 use std::sync::atomic::Ordering;
 
+use crate::block::read_padded;
 use crate::engine::{Engine, SHARDS};
 use crate::layout::{CLUSTER, TABLE_ENTRIES};
 use crate::tables::{COPIED, Mapping};
+use crate::vectors::{fill_zeros, part, part_mut};
+
+/// A range from a request's offset on whose clusters are alike: all with data, in one run on the host, or all zeros, or
+/// all the base's. They stay so as long as it lives.
+struct Span<'a> {
+    /// What the first cluster maps to.
+    mapping: Mapping,
+    /// Bytes.
+    length: usize,
+    /// The first cluster's, apart from the others: requests inside one cluster allocate nothing.
+    _first: RwLockReadGuard<'a, ()>,
+    _others: Vec<RwLockReadGuard<'a, ()>>,
+}
 
 impl Engine {
-    /// Reads from any offset, of any length.
-    pub(crate) fn read(&self, offset: u64, mut buffer: &mut [u8]) -> io::Result<()> {
-        let mut at = offset;
-        while !buffer.is_empty() {
-            let count = match self.read_in_place(at, buffer)? {
-                0 => {
-                    let count = to_cluster_end(at, buffer.len());
-                    self.read_cluster(at / CLUSTER, at % CLUSTER, &mut buffer[..count])?;
-                    count
+    /// Reads `length` bytes, all that the buffers hold, from any offset.
+    pub(crate) fn read(&self, offset: u64, buffers: &mut [IoSliceMut<'_>], length: usize) -> io::Result<()> {
+        let mut done = 0;
+        while done < length {
+            let at = offset + done as u64;
+            let span = self.span(at, length - done)?;
+            part_mut(buffers, done, span.length, |part| match span.mapping {
+                Mapping::Data(host) => self.host.readv(part, host * CLUSTER + at % CLUSTER),
+                Mapping::Base => read_padded(&*self.base, part, span.length, at),
+                Mapping::Zero(_) => {
+                    fill_zeros(part);
+                    Ok(())
                 }
-                count => count,
-            };
-            at += count as u64;
-            buffer = &mut buffer[count..];
+            })?;
+            done += span.length;
         }
         Ok(())
     }
 
-    /// Writes to any offset, any length.
-    pub(crate) fn write(&self, offset: u64, mut data: &[u8]) -> io::Result<()> {
-        let mut at = offset;
-        while !data.is_empty() {
-            let mut count = self.write_in_place(at, data)?;
+    /// Writes `length` bytes, all that the buffers hold, to any offset.
+    pub(crate) fn write(&self, offset: u64, buffers: &[IoSlice<'_>], length: usize) -> io::Result<()> {
+        let mut done = 0;
+        while done < length {
+            let (at, left) = (offset + done as u64, length - done);
+            let mut count = self.write_in_place(at, left, buffers, done)?;
             if count == 0 {
-                count = self.write_fresh(at, data)?;
+                count = self.write_fresh(at, left, buffers, done)?;
             }
             if count == 0 {
-                count = to_cluster_end(at, data.len());
-                self.write_cluster(at / CLUSTER, at % CLUSTER, &data[..count])?;
+                count = to_cluster_end(at, left);
+                part(buffers, done, count, |part| self.write_cluster(at / CLUSTER, at % CLUSTER, part))?;
             }
-            at += count as u64;
-            data = &data[count..];
+            done += count;
         }
         Ok(())
     }
 
-    fn read_in_place(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
-        self.in_place(at, buffer.len(), |host, count| self.host.read(&mut buffer[..count], host))
-    }
-
-    fn write_in_place(&self, at: u64, data: &[u8]) -> io::Result<usize> {
-        self.in_place(at, data.len(), |host, count| self.host.write(&data[..count], host))
-    }
-
-    /// Works on the clusters from `at` on that have data in one run on the host; returns the bytes done.
-    fn in_place(
+    /// Writes to the clusters from `at` on that have data already; returns the bytes done.
+    fn write_in_place(
         &self,
         at: u64,
-        length: usize,
-        work: impl FnOnce(u64, usize) -> io::Result<()>,
+        left: usize,
+        buffers: &[IoSlice<'_>],
+        done: usize,
     ) -> io::Result<usize> {
+        let span = self.span(at, left)?;
+        let Mapping::Data(host) = span.mapping else { return Ok(0) };
+        let offset = host * CLUSTER + at % CLUSTER;
+        part(buffers, done, span.length, |part| self.write_data(part, span.length, offset))?;
+        Ok(span.length)
+    }
+
+    fn span(&self, at: u64, length: usize) -> io::Result<Span<'_>> {
+        let mut clusters = run(at, length);
         let first = at / CLUSTER;
-        let mut locks = Vec::new();
-        let mut start = None;
-        for cluster in run(at, length) {
+        clusters.next();
+        let entry = self.entry(first)?;
+        let lock = self.shared(first);
+        let mapping = Mapping::of(entry.load(Ordering::Acquire));
+        let mut others = Vec::new();
+        for cluster in clusters {
             let entry = self.entry(cluster)?;
             let lock = self.shared(cluster);
-            let Mapping::Data(host) = Mapping::of(entry.load(Ordering::Acquire)) else { break };
-            if *start.get_or_insert(host) + (cluster - first) != host {
+            if !continues(mapping, cluster - first, Mapping::of(entry.load(Ordering::Acquire))) {
                 break;
             }
-            locks.push(lock);
+            others.push(lock);
         }
-        let Some(start) = start.filter(|_| !locks.is_empty()) else { return Ok(0) };
-        let end = (first + locks.len() as u64) * CLUSTER;
-        let count = length.min((end - at) as usize);
-        work(start * CLUSTER + at % CLUSTER, count)?;
-        Ok(count)
+        let end = (first + 1 + others.len() as u64) * CLUSTER;
+        let length = length.min((end - at) as usize);
+        Ok(Span { mapping, length, _first: lock, _others: others })
     }
 
     /// Writes whole clusters that have no data yet to one run of fresh ones. Returns the bytes done: none when there
     /// aren't two such clusters, or no room; one at a time is then the way, with all that it does about a full host.
-    fn write_fresh(&self, at: u64, data: &[u8]) -> io::Result<usize> {
-        let whole = data.len() / CLUSTER as usize;
+    fn write_fresh(&self, at: u64, left: usize, buffers: &[IoSlice<'_>], done: usize) -> io::Result<usize> {
+        let whole = left / CLUSTER as usize;
         if whole < 2 || !at.is_multiple_of(CLUSTER) {
             return Ok(0);
         }
@@ -107,7 +125,7 @@ impl Engine {
             self.abandon(&fresh);
             return Ok(0);
         };
-        if self.host.write(&data[..count], start * CLUSTER).is_err() {
+        if part(buffers, done, count, |part| self.write_data(part, count, start * CLUSTER)).is_err() {
             self.abandon(&fresh);
             return Ok(0);
         }
@@ -138,6 +156,15 @@ impl Engine {
     fn abandon(&self, clusters: &[u64]) {
         let mut meta = self.meta();
         clusters.iter().for_each(|cluster| meta.allocator.release(*cluster, false));
+    }
+}
+
+/// True when a mapping goes on where `first` was `distance` clusters before.
+fn continues(first: Mapping, distance: u64, mapping: Mapping) -> bool {
+    match (first, mapping) {
+        (Mapping::Data(first), Mapping::Data(host)) => first + distance == host,
+        (Mapping::Zero(_), Mapping::Zero(_)) | (Mapping::Base, Mapping::Base) => true,
+        _ => false,
     }
 }
 

@@ -104,7 +104,8 @@ impl Tables {
     }
 }
 
-fn read_header(host: &dyn Host, length: u64, path: &Path) -> Result<Header, Error> {
+/// Reads and parses an image's header.
+pub(crate) fn read_header(host: &dyn Host, length: u64, path: &Path) -> Result<Header, Error> {
     let mut bytes = vec![0; PREFIX.min(length) as usize];
     host.read(&mut bytes, 0).map_err(|source| Error::io(path, "read the header of", source))?;
     Header::parse(&bytes).map_err(|flaw| flaw.at(path))

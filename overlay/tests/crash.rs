@@ -7,9 +7,9 @@ mod common;
 
 use std::path::Path;
 
-use common::model::{CLUSTER, Model, Operation, Random, content, effort, operation, perform};
+use common::model::{CLUSTER, Model, Operation, Random, Replay, content, operation, perform};
 use common::{Bench, assert_no_corruption, base_content, qemu_tools, run, text};
-use torpor_overlay::fault::{Change, Recorder, apply};
+use torpor_overlay::fault::{Change, Recorder};
 use torpor_overlay::{Block, Overlay, Raw, grow_on};
 
 const SIZE: u64 = 20 * CLUSTER;
@@ -18,36 +18,6 @@ const BASE: u64 = 9 * CLUSTER + 1000;
 fn open(recorder: &Recorder, base: &Path) -> Overlay {
     let base = Raw::open_read_only(base).unwrap();
     Overlay::open_on(Box::new(recorder.clone()), Box::new(base), Path::new("recorded")).unwrap()
-}
-
-/// What the disk is sure to hold, and what it may have got of the changes since its last sync.
-struct Replay {
-    durable: Vec<u8>,
-    pending: Vec<Change>,
-}
-
-impl Replay {
-    fn advance(&mut self, change: &Change) {
-        self.pending.push(change.clone());
-        if *change == Change::Sync {
-            for change in self.pending.drain(..) {
-                apply(&mut self.durable, &change, &mut || true);
-            }
-        }
-    }
-
-    /// A possible content after a failure now: each sector of the pending changes is there with a chance of `keep`
-    /// in 8.
-    fn crash(&self, random: &mut Random, keep: u64) -> Vec<u8> {
-        let mut left = self.durable.clone();
-        for change in &self.pending {
-            // With 4, every other change is there or missing as a whole, as a failure between two writes leaves it.
-            let whole = keep == 4 && random.below(2) == 0;
-            let chosen = random.below(8) < keep;
-            apply(&mut left, change, &mut || if whole { chosen } else { random.below(8) < keep });
-        }
-        left
-    }
 }
 
 struct Judge<'a> {
@@ -115,7 +85,7 @@ fn history(seed: u64, operations: u64, judge: &mut Judge<'_>) {
     let mut model = Model::new(base_content(BASE), SIZE);
     let first = std::fs::read(&overlay).unwrap();
     let recorder = Recorder::new(first.clone());
-    let mut replay = Replay { durable: first, pending: Vec::new() };
+    let mut replay = Replay::new(first);
     let mut disk = open(&recorder, &judge.bench.base);
     let mut seen = 0;
     for number in 0..operations {
@@ -141,7 +111,7 @@ fn history(seed: u64, operations: u64, judge: &mut Judge<'_>) {
         });
         let log = recorder.log();
         for change in &log[seen..] {
-            replay.advance(change);
+            replay.advance(change.clone());
             for keep in [0, 4, 8] {
                 let left = replay.crash(&mut random, keep);
                 judge.judge(left, &during, &format!("seed {seed}, in operation {number}"));
@@ -157,9 +127,19 @@ fn history(seed: u64, operations: u64, judge: &mut Judge<'_>) {
 #[test]
 fn a_crash_between_any_two_writes_leaves_a_sound_image_with_all_that_was_flushed() {
     let test = "a_crash_between_any_two_writes_leaves_a_sound_image_with_all_that_was_flushed";
+    histories(1..=2, test);
+}
+
+#[test]
+#[ignore = "slow ring: more of the same"]
+fn a_crash_between_any_two_writes_of_many_histories_leaves_a_sound_image() {
+    histories(100..=130, "a_crash_between_any_two_writes_of_many_histories_leaves_a_sound_image");
+}
+
+fn histories(seeds: std::ops::RangeInclusive<u64>, test: &str) {
     let bench = Bench::new(BASE);
     let mut judge = Judge { bench: &bench, qemu: qemu_tools(test), crashes: 0, leaks: 0 };
-    for seed in 1..=2 * effort() {
+    for seed in seeds {
         history(seed, 60, &mut judge);
     }
     println!("{} crashes, {} of 1 in 97 with leaks", judge.crashes, judge.leaks);
@@ -179,14 +159,14 @@ fn a_crash_while_growing_leaves_the_old_or_the_new_size_and_all_content() {
         model.apply(&operation);
     }
     disk.close().unwrap();
-    let mut replay = Replay { durable: recorder.content(), pending: Vec::new() };
+    let mut replay = Replay::new(recorder.content());
     let before = recorder.log().len();
     // Needs 299 new L2 tables, and 75 new refcount blocks: more than a sector of the refcount table names.
     let size = 150 << 30;
     grow_on(&recorder, Path::new("grown"), size).unwrap();
     let mut sizes = std::collections::BTreeSet::new();
     for change in recorder.log()[before..].iter() {
-        replay.advance(change);
+        replay.advance(change.clone());
         // After a sync there is only one possible content.
         let samples: &[u64] = if *change == Change::Sync { &[8] } else { &[0, 4, 3, 3, 3, 3, 3, 3, 3, 3, 8] };
         for keep in samples {
@@ -215,12 +195,12 @@ fn the_judge_finds_an_engine_that_writes_references_first() {
     }
     let mut found = false;
     for _ in 0..50 {
-        let mut replay = Replay { durable: first.clone(), pending: Vec::new() };
+        let mut replay = Replay::new(first.clone());
         recorder
             .log()
             .iter()
             .filter(|change| **change != Change::Sync)
-            .for_each(|change| replay.advance(change));
+            .for_each(|change| replay.advance(change.clone()));
         let left = Recorder::new(replay.crash(&mut random, 4));
         let base = Raw::open_read_only(&bench.base).unwrap();
         found |= Overlay::open_on(Box::new(left), Box::new(base), Path::new("unordered")).is_err();

@@ -99,7 +99,7 @@ fn tables_far_beyond_the_file_are_damage_and_take_no_memory() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400 * std::env::var("OVERLAY_EFFORT").ok().and_then(|text| text.parse().ok()).unwrap_or(1)))]
+    #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
     fn an_image_that_opens_for_writing_stays_sound(

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use common::model::{CLUSTER, Random, effort};
+use common::model::{CLUSTER, Random};
 use common::{Bench, assert_clean, assert_no_corruption, base_content, qemu_tools};
 use torpor_overlay::{Block, Lock, check, open};
 
@@ -118,14 +118,24 @@ fn verify(disk: &dyn Block, model: &mut [u8], cycle: u64, flushed: u64) {
 
 #[test]
 fn a_killed_writer_leaves_all_that_it_flushed() {
-    let qemu = qemu_tools("a_killed_writer_leaves_all_that_it_flushed");
+    kill_writers(25, 99, "a_killed_writer_leaves_all_that_it_flushed");
+}
+
+#[test]
+#[ignore = "slow ring: 500 kills"]
+fn five_hundred_killed_writers_leave_all_that_they_flushed() {
+    kill_writers(500, 7, "five_hundred_killed_writers_leave_all_that_they_flushed");
+}
+
+fn kill_writers(kills: u64, seed: u64, test: &str) {
+    let qemu = qemu_tools(test);
     let bench = Bench::new(20 * CLUSTER);
     let path = bench.overlay(SIZE);
     let mut model = base_content(20 * CLUSTER);
     model.resize(SIZE as usize, 0);
-    let mut random = Random::new(99);
+    let mut random = Random::new(seed);
     let mut leaks = 0;
-    for cycle in 1..=25 * effort() {
+    for cycle in 1..=kills {
         let flushed = killed(start(&bench, &path, cycle), &mut random);
         drop(Lock::acquire(&path).expect("the lock went with the process"));
         let report = check(&path).unwrap();
@@ -142,5 +152,5 @@ fn a_killed_writer_leaves_all_that_it_flushed() {
             assert_clean(&path);
         }
     }
-    println!("{leaks} of the kills left leaks");
+    println!("{leaks} of {kills} kills left leaks");
 }

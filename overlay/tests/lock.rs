@@ -79,3 +79,33 @@ fn a_directory_or_pipe_in_place_of_an_overlay_is_refused() {
     assert_eq!(Lock::acquire(&pipe).unwrap_err().reason(), "UNSUPPORTED");
     assert_eq!(Lock::acquire(bench.dir.path()).unwrap_err().reason(), "IO");
 }
+
+#[test]
+fn an_inherited_descriptor_carries_the_lock_into_the_process_that_adopts_it() {
+    let bench = Bench::new(MIB);
+    let path = bench.overlay(MIB);
+    let fd = Lock::acquire(&path).unwrap().into_fd();
+    let adopted = Lock::from_fd(fd, &path).unwrap();
+    assert_eq!(Lock::acquire(&path).unwrap_err().reason(), "LOCKED");
+    // Another description of the same file is a stranger, and one that is not open for writing is no owner.
+    let stranger = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    assert_eq!(Lock::from_fd(stranger.into(), &path).unwrap_err().reason(), "LOCKED");
+    drop(adopted);
+    let reader = std::fs::File::open(&path).unwrap();
+    assert_eq!(Lock::from_fd(reader.into(), &path).unwrap_err().reason(), "IO");
+    assert!(!is_locked(&path).unwrap());
+}
+
+#[test]
+fn an_overlay_opens_over_a_base_that_is_open_already_and_has_the_right_size() {
+    let bench = Bench::new(MIB);
+    let path = bench.overlay(MIB);
+    let base = || std::fs::File::open(&bench.base).unwrap();
+    let overlay =
+        torpor_overlay::open_locked_over(Lock::acquire(&path).unwrap(), base(), &bench.base).unwrap();
+    drop(overlay);
+    std::fs::OpenOptions::new().write(true).open(&bench.base).unwrap().set_len(2 * MIB).unwrap();
+    let lock = Lock::acquire(&path).unwrap();
+    let error = torpor_overlay::open_locked_over(lock, base(), &bench.base).unwrap_err();
+    assert_eq!(error.reason(), "BASE_CHANGED");
+}

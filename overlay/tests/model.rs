@@ -1,11 +1,11 @@
-//! The engine against a flat model, and many threads against each other.
+//! The engine's promises, one by one, and many threads against each other.
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
 mod common;
 
-use common::model::{CLUSTER, Model, Operation, Random, content, effort, operation, perform};
-use common::{Bench, assert_clean, base_content, qemu_tools, run, text};
+use common::model::{CLUSTER, Operation, Random, content, perform};
+use common::{Bench, assert_clean, base_content, qemu_tools};
 use torpor_overlay::fault::{Change, Faulty};
 use torpor_overlay::{Block, Overlay, inspect, open};
 
@@ -13,50 +13,6 @@ const MIB: u64 = 1 << 20;
 
 fn opened(bench: &Bench) -> Overlay {
     open(&bench.path("overlay.qcow2"), &[&bench.base]).unwrap()
-}
-
-#[test]
-fn random_operations_of_any_alignment_do_what_a_flat_disk_does() {
-    let test = "random_operations_of_any_alignment_do_what_a_flat_disk_does";
-    let qemu = qemu_tools(test);
-    for seed in 0..3 * effort() {
-        let (base, size) = (3 * MIB + 777, 6 * MIB);
-        let bench = Bench::new(base);
-        let path = bench.overlay(size);
-        let mut random = Random::new(seed);
-        let mut model = Model::new(base_content(base), size);
-        let mut disk = opened(&bench);
-        for number in 0..300 {
-            let operation = operation(&mut random, size, if seed % 2 == 0 { 1 } else { 512 });
-            perform(&disk, &operation).unwrap();
-            model.apply(&operation);
-            model.flushed();
-            let (from, length) = (random.below(size - 70_000), random.below(70_000));
-            let mut found = vec![0; length as usize];
-            disk.read(&mut found, from).unwrap();
-            assert!(
-                found == model.now[from as usize..(from + length) as usize],
-                "seed {seed}, {number}: {operation:?}"
-            );
-            if random.below(50) == 0 {
-                disk.close().unwrap();
-                drop(disk);
-                if qemu {
-                    assert_clean(&path);
-                }
-                disk = opened(&bench);
-            }
-        }
-        assert!(content(&disk) == model.now);
-        disk.close().unwrap();
-        drop(disk);
-        if qemu {
-            assert_clean(&path);
-            let flat = bench.path("flat.raw");
-            std::fs::write(&flat, &model.now).unwrap();
-            run("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", text(&path), text(&flat)]);
-        }
-    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ pub mod model;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use torpor_overlay::{BaseIdentity, sha256_file};
+use torpor_overlay::{BaseIdentity, Block, open, open_read_only, sha256_file};
 
 /// True when qemu-img and qemu-io are there; otherwise says so, or panics when REQUIRE names `tools`.
 pub fn qemu_tools(test: &str) -> bool {
@@ -93,4 +93,24 @@ impl Bench {
 /// Bytes that differ from sector to sector and are never zero.
 pub fn base_content(bytes: u64) -> Vec<u8> {
     (0..bytes).map(|at| ((at / 512 * 7 + at / 65536) % 255) as u8 + 1).collect()
+}
+
+/// Random content in an overlay; returns what it should hold.
+pub fn scribble(path: &Path, bases: &[&Path], mut now: Vec<u8>, seed: u64) -> Vec<u8> {
+    let disk = open(path, bases).unwrap();
+    now.resize(disk.size() as usize, 0);
+    let mut model = model::Model::new(now, disk.size());
+    let mut random = model::Random::new(seed);
+    for _ in 0..60 {
+        let operation = model::operation(&mut random, disk.size().min(8 << 20), 512);
+        model::perform(&disk, &operation).unwrap();
+        model.apply(&operation);
+        model.flushed();
+    }
+    disk.close().unwrap();
+    model.now
+}
+
+pub fn same(path: &Path, bases: &[&Path], expected: &[u8]) {
+    assert!(model::content(&open_read_only(path, bases).unwrap()) == expected);
 }

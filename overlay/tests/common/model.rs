@@ -1,9 +1,8 @@
 //! A flat model of a disk that knows what a power failure may leave, and random operations.
 #![allow(dead_code)] // each test program uses its part
 
-use std::collections::BTreeMap;
-
 use torpor_overlay::Block;
+use torpor_overlay::fault::{Change, apply};
 
 pub const SECTOR: usize = 512;
 pub const CLUSTER: u64 = 65_536;
@@ -78,25 +77,25 @@ pub fn operation(random: &mut Random, size: u64, unit: u64) -> Operation {
 #[derive(Clone)]
 pub struct Model {
     pub now: Vec<u8>,
-    older: BTreeMap<usize, Vec<Vec<u8>>>,
+    flushed: Vec<u8>,
+    /// What was done since the last flush.
+    since: Vec<(u64, Vec<u8>)>,
 }
 
 impl Model {
     pub fn new(mut base: Vec<u8>, size: u64) -> Self {
         base.resize(size as usize, 0);
-        Self { now: base, older: BTreeMap::new() }
+        Self { flushed: base.clone(), now: base, since: Vec::new() }
     }
 
     pub fn apply(&mut self, operation: &Operation) {
         match operation {
-            Operation::Write(offset, data) => self.write(*offset as usize, data),
-            Operation::WriteZeroes(offset, length) => {
-                self.write(*offset as usize, &vec![0; *length as usize])
-            }
+            Operation::Write(offset, data) => self.write(*offset, data.clone()),
+            Operation::WriteZeroes(offset, length) => self.write(*offset, vec![0; *length as usize]),
             Operation::Discard(offset, length) => {
                 let (start, end) = (offset.next_multiple_of(CLUSTER), (offset + length) / CLUSTER * CLUSTER);
                 if start < end {
-                    self.write(start as usize, &vec![0; (end - start) as usize]);
+                    self.write(start, vec![0; (end - start) as usize]);
                 }
             }
             Operation::Flush => self.flushed(),
@@ -104,26 +103,54 @@ impl Model {
     }
 
     pub fn flushed(&mut self) {
-        self.older.clear();
+        for (offset, data) in self.since.drain(..) {
+            put(&mut self.flushed, offset, &data);
+        }
     }
 
-    fn write(&mut self, offset: usize, data: &[u8]) {
-        for sector in offset / SECTOR..(offset + data.len()).div_ceil(SECTOR) {
-            let old = self.now[sector * SECTOR..(sector + 1) * SECTOR].to_vec();
-            self.older.entry(sector).or_default().push(old);
-        }
-        self.now[offset..offset + data.len()].copy_from_slice(data);
+    /// The disk has grown to that size.
+    pub fn grown(&mut self, size: u64) {
+        self.flushed();
+        self.now.resize(size as usize, 0);
+        self.flushed.resize(size as usize, 0);
+    }
+
+    fn write(&mut self, offset: u64, data: Vec<u8>) {
+        put(&mut self.now, offset, &data);
+        self.since.push((offset, data));
     }
 
     /// The first sector of a disk's content that a crash can't have left.
     pub fn wrong_sector(&self, content: &[u8]) -> Option<usize> {
-        (0..self.now.len() / SECTOR).find(|sector| {
-            let range = sector * SECTOR..(sector + 1) * SECTOR;
-            let found = &content[range.clone()];
-            let older = || self.older.get(sector).is_some_and(|older| older.iter().any(|old| old == found));
-            found != &self.now[range] && !older()
+        let differs = |sector: &usize| content[range_of(*sector)] != self.now[range_of(*sector)];
+        (0..self.now.len() / SECTOR)
+            .filter(differs)
+            .find(|sector| !self.was(*sector, &content[range_of(*sector)]))
+    }
+
+    /// True when a sector held that at the last flush, or after any of the changes since.
+    fn was(&self, sector: usize, found: &[u8]) -> bool {
+        let (start, mut bytes) = ((sector * SECTOR) as u64, self.flushed[range_of(sector)].to_vec());
+        if bytes == found {
+            return true;
+        }
+        self.since.iter().any(|(offset, data)| {
+            let (from, to) = (start.max(*offset), (start + SECTOR as u64).min(offset + data.len() as u64));
+            if from >= to {
+                return false;
+            }
+            put(&mut bytes, from - start, &data[(from - offset) as usize..(to - offset) as usize]);
+            bytes == found
         })
     }
+}
+
+fn range_of(sector: usize) -> std::ops::Range<usize> {
+    sector * SECTOR..(sector + 1) * SECTOR
+}
+
+fn put(target: &mut [u8], offset: u64, data: &[u8]) {
+    target[offset as usize..offset as usize + data.len()].copy_from_slice(data);
 }
 
 pub fn perform(disk: &dyn Block, operation: &Operation) -> std::io::Result<()> {
@@ -141,7 +168,37 @@ pub fn content(disk: &dyn Block) -> Vec<u8> {
     content
 }
 
-/// How much more than usual the slow ring asks for.
-pub fn effort() -> u64 {
-    std::env::var("OVERLAY_EFFORT").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
+/// What the disk is sure to hold, and what it may have got of the changes since its last sync.
+pub struct Replay {
+    durable: Vec<u8>,
+    pending: Vec<Change>,
+}
+
+impl Replay {
+    pub fn new(durable: Vec<u8>) -> Self {
+        Self { durable, pending: Vec::new() }
+    }
+
+    pub fn advance(&mut self, change: Change) {
+        let is_sync = change == Change::Sync;
+        self.pending.push(change);
+        if is_sync {
+            for change in self.pending.drain(..) {
+                apply(&mut self.durable, &change, &mut || true);
+            }
+        }
+    }
+
+    /// A possible content after a failure now: each sector of the pending changes is there with a chance of `keep`
+    /// in 8.
+    pub fn crash(&self, random: &mut Random, keep: u64) -> Vec<u8> {
+        let mut left = self.durable.clone();
+        for change in &self.pending {
+            // With 4, every other change is there or missing as a whole, as a failure between two writes leaves it.
+            let whole = keep == 4 && random.below(2) == 0;
+            let chosen = random.below(8) < keep;
+            apply(&mut left, change, &mut || if whole { chosen } else { random.below(8) < keep });
+        }
+        left
+    }
 }
