@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 /// An IPv4 network: an address whose host bits are zero, and a prefix length of 0 to 32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Ipv4Cidr {
     network: Ipv4Addr,
@@ -45,6 +45,11 @@ impl Ipv4Cidr {
     /// The prefix length in bits.
     pub fn prefix(self) -> u8 {
         self.prefix
+    }
+
+    /// The last address of the network.
+    pub fn last(self) -> Ipv4Addr {
+        Ipv4Addr::from_bits(self.network.to_bits() | !mask(self.prefix))
     }
 
     /// Whether `address` lies in the network.

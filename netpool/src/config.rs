@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Ipv4Cidr, Mac, mac_for};
+use crate::{Egress, EgressError, Grants, Ipv4Cidr, Mac, mac_for};
 
 /// The most slots that a pool can have: slot numbers have six decimal digits in a TAP's name.
 pub const MAX_SLOTS: u32 = 1_000_000;
@@ -74,6 +74,16 @@ pub struct PoolConfig {
     pub mtu: Option<u32>,
     /// The vsock CID of slot 0. Default 1000. The CIDs 0 to 2 are taken (vsock(7)).
     pub cid_base: u32,
+    /// Where sandboxes may send to that don't say it themselves. Default: public networks.
+    pub egress: Egress,
+    /// Name servers outside of the host that sandboxes may ask (port 53) although their networks are private. None by
+    /// default: the gateway's forwarder asks them for the sandboxes.
+    pub resolvers: Vec<Ipv4Addr>,
+    /// The port of the host on which the gateway's forwarder answers for name servers: what sandboxes send to port 53 of
+    /// their gateway address comes there. `None` (the default): there is no forwarder.
+    pub dns_port: Option<u16>,
+    /// The most TAPs that are kept in stock after use, rather than deleted. Default 32.
+    pub warm_taps: u32,
 }
 
 impl Default for PoolConfig {
@@ -85,6 +95,10 @@ impl Default for PoolConfig {
             uplink: None,
             mtu: None,
             cid_base: 1000,
+            egress: Egress::default(),
+            resolvers: Vec::new(),
+            dns_port: None,
+            warm_taps: 32,
         }
     }
 }
@@ -110,6 +124,12 @@ pub enum ConfigError {
     /// CIDs of this range are reserved, or run past the end.
     #[error("cid_base {0} must be at least 3 and leave room for {1} slots below 4294967295")]
     CidBase(u32, u32),
+    /// The egress policy can't work.
+    #[error(transparent)]
+    Egress(#[from] EgressError),
+    /// Port 0 is none.
+    #[error("dns_port must be between 1 and 65535")]
+    DnsPort,
 }
 
 /// A slot that the range has no /30 for.
@@ -126,7 +146,7 @@ pub struct SlotOutOfRange {
     pub capacity: u32,
 }
 
-/// What the firewall lets through a TAP: packets from this MAC and this IP.
+/// What the firewall lets through a TAP: packets from this MAC and this IP to where they may go.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Guest {
     /// The TAP's name.
@@ -135,6 +155,15 @@ pub struct Guest {
     pub mac: Mac,
     /// The guest's IP address.
     pub ip: Ipv4Addr,
+    /// Where it may send to.
+    pub grants: Grants,
+}
+
+impl Guest {
+    /// Whether both are the same sandbox in the same slot, whatever their grants.
+    pub fn is_same(&self, other: &Guest) -> bool {
+        (&self.tap, self.mac, self.ip) == (&other.tap, other.mac, other.ip)
+    }
 }
 
 /// All names and addresses of one sandbox in one slot.
@@ -154,12 +183,15 @@ pub struct GuestNet {
     pub prefix: u8,
     /// The guest's vsock CID.
     pub cid: u32,
+    /// Where the guest may send to: the pool's default until the sandbox's own is put here.
+    #[serde(default)]
+    pub egress: Egress,
 }
 
 impl GuestNet {
     /// What the firewall has to let through for this sandbox.
     pub fn guest(&self) -> Guest {
-        Guest { tap: self.tap.clone(), mac: self.mac, ip: self.guest_ip }
+        Guest { tap: self.tap.clone(), mac: self.mac, ip: self.guest_ip, grants: self.egress.grants() }
     }
 }
 
@@ -193,6 +225,10 @@ impl PoolConfig {
         if self.cid_base < 3 || !fits {
             return Err(ConfigError::CidBase(self.cid_base, self.capacity()));
         }
+        if self.dns_port == Some(0) {
+            return Err(ConfigError::DnsPort);
+        }
+        self.egress.validate()?;
         Ok(())
     }
 
@@ -227,6 +263,22 @@ impl PoolConfig {
         ours.then(|| digits.parse().ok().map(Slot)).flatten()
     }
 
+    /// The slot of a guest's address, or `None` when it isn't a guest's.
+    pub fn slot_of_guest(&self, ip: Ipv4Addr) -> Option<Slot> {
+        let offset = ip.to_bits().checked_sub(self.range.network().to_bits())?;
+        (offset % 4 == 2 && offset / 4 < self.capacity()).then_some(Slot(offset / 4))
+    }
+
+    /// What the names of TAPs in stock begin with. Not followed by six digits: no slot has such a name.
+    pub(crate) fn stock_prefix(&self) -> String {
+        format!("{}w", self.tap_prefix())
+    }
+
+    /// What the names of TAPs begin with that are to be deleted.
+    pub(crate) fn surplus_prefix(&self) -> String {
+        format!("{}x", self.tap_prefix())
+    }
+
     /// The nftables table (family inet) of this pool, and the name of its parent cgroup.
     pub fn table_name(&self) -> String {
         match self.instance.as_str() {
@@ -253,6 +305,7 @@ impl PoolConfig {
             guest_ip: Ipv4Addr::from_bits(network + 2),
             prefix: GUEST_PREFIX,
             cid: self.cid_base.saturating_add(slot.0),
+            egress: self.egress.clone(),
         })
     }
 }
@@ -279,6 +332,8 @@ mod tests {
         let ips: HashSet<_> = nets.iter().flat_map(|net| [net.guest_ip, net.host_ip]).collect();
         assert_eq!(ips.len(), 2 * nets.len());
         assert!(nets.iter().all(|net| config.slot_of_tap(&net.tap) == Some(net.slot)));
+        assert!(nets.iter().all(|net| config.slot_of_guest(net.guest_ip) == Some(net.slot)));
+        assert!(nets.iter().all(|net| config.slot_of_guest(net.host_ip).is_none()));
     }
 
     #[test]

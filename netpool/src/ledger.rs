@@ -28,6 +28,11 @@ pub trait Ledger: Send + Sync {
 
     /// All loans, in any order.
     fn all(&self) -> Result<Vec<Loan>, LedgerError>;
+
+    /// The loan that has a slot. A store that can find it without reading all rows does better than this.
+    fn of_slot(&self, slot: Slot) -> Result<Option<Loan>, LedgerError> {
+        Ok(self.all()?.into_iter().find(|loan| loan.slot == slot))
+    }
 }
 
 /// The ledger could not be read.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{CpuSet, Loan, PoolConfig, Slot};
+use crate::{CpuSet, Loan, PoolConfig, Slot, Topology};
 
 /// How many borrowers an error names.
 const NAMED_HOLDERS: usize = 5;
@@ -208,7 +208,8 @@ pub struct Plan {
     pub cpus: CpuSet,
 }
 
-/// The whole decision for one start: admission, a slot and CPUs.
+/// The whole decision for one start, where nothing is known of how the CPUs lie: admission, a slot and CPUs. The cost grows
+/// with what is lent and with the slots, not with the number of sandboxes that have borrowed nothing.
 ///
 /// # Errors
 /// The resource that ran out, with its largest borrowers.
@@ -220,11 +221,94 @@ pub fn plan(
     now_ms: u64,
     want: Want,
 ) -> Result<Plan, Exhausted> {
+    plan_on(&Topology::flat(&budget.cpus), config, budget, loans, released, now_ms, want)
+}
+
+/// [`plan`] on a host whose cores and nodes are known: see [`Topology::place`]. The nodes for the memory follow from the
+/// CPUs ([`Topology::nodes_of`]).
+///
+/// # Errors
+/// The resource that ran out, with its largest borrowers.
+pub fn plan_on(
+    topology: &Topology,
+    config: &PoolConfig,
+    budget: &Budget,
+    loans: &[Loan],
+    released: impl IntoIterator<Item = Released>,
+    now_ms: u64,
+    want: Want,
+) -> Result<Plan, Exhausted> {
     admit(budget, loans, want)?;
     let used = loans.iter().map(|loan| loan.slot);
     let slot = choose_slot(config.capacity(), used, released, now_ms, config.quarantine())
         .map_err(|exhausted| name_holders(exhausted, loans))?;
-    Ok(Plan { slot, cpus: choose_cpus(&cpu_loads(&budget.cpus, loans), want.cpus) })
+    Ok(Plan { slot, cpus: topology.place(&cpu_loads(&budget.cpus, loans), want.cpus).cpus })
+}
+
+/// How much there is of a resource.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counter {
+    /// All that can be lent.
+    pub capacity: u64,
+    /// What is lent.
+    pub used: u64,
+    /// What can be lent at once: not lent, and not resting.
+    pub free: u64,
+    /// What rests after its release, and is lent only when nothing else is free.
+    pub quarantined: u64,
+}
+
+impl Counter {
+    fn new(capacity: u64, used: u64, quarantined: u64) -> Counter {
+        let free = capacity.saturating_sub(used).saturating_sub(quarantined);
+        Counter { capacity, used, free, quarantined }
+    }
+}
+
+/// A [`Counter`] for each resource.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counters {
+    /// Slots of the network pool: TAP, IP and vsock CID together.
+    pub slots: Counter,
+    /// CPUs, as often as they may be lent.
+    pub cpus: Counter,
+    /// Memory in bytes.
+    pub memory: Counter,
+}
+
+/// The counters of a pool. Only slots rest after their release: memory and CPUs can be lent again at once.
+pub fn counters(
+    config: &PoolConfig,
+    budget: &Budget,
+    loans: &[Loan],
+    released: impl IntoIterator<Item = Released>,
+    now_ms: u64,
+) -> Counters {
+    let usage = Usage::of(loans);
+    let used: HashSet<Slot> = loans.iter().map(|loan| loan.slot).collect();
+    let quarantine = u64::try_from(config.quarantine().as_millis()).unwrap_or(u64::MAX);
+    let rests = |released: &Released| {
+        let within = now_ms.saturating_sub(released.at_ms) < quarantine;
+        within && released.slot.0 < config.capacity() && !used.contains(&released.slot)
+    };
+    let resting: HashSet<Slot> = released.into_iter().filter(rests).map(|released| released.slot).collect();
+    Counters {
+        slots: Counter::new(u64::from(config.capacity()), usage.slots, resting.len() as u64),
+        cpus: Counter::new(budget.cpu_capacity(), usage.cpus, 0),
+        memory: Counter::new(budget.memory_bytes, usage.memory_bytes, 0),
+    }
+}
+
+/// The borrowers of a resource, the largest first, each with how much it has: for "who uses it".
+pub fn borrowers(resource: Resource, loans: &[Loan]) -> Vec<(&str, u64)> {
+    let size = |loan: &Loan| match resource {
+        Resource::NetworkSlots => 1,
+        Resource::Cpus => loan.cpus.len() as u64,
+        Resource::Memory => loan.memory_bytes,
+    };
+    let mut all: Vec<(&str, u64)> = loans.iter().map(|loan| (loan.sandbox_id.as_str(), size(loan))).collect();
+    all.sort_by(|(id, size), (other, other_size)| other_size.cmp(size).then_with(|| id.cmp(other)));
+    all
 }
 
 fn fits(resource: Resource, wanted: u64, used: u64, capacity: u64) -> Result<(), Exhausted> {
@@ -235,13 +319,7 @@ fn fits(resource: Resource, wanted: u64, used: u64, capacity: u64) -> Result<(),
 }
 
 fn name_holders(exhausted: Exhausted, loans: &[Loan]) -> Exhausted {
-    let size = |loan: &Loan| match exhausted.resource {
-        Resource::NetworkSlots => 1,
-        Resource::Cpus => loan.cpus.len() as u64,
-        Resource::Memory => loan.memory_bytes,
-    };
-    let mut by_size: Vec<&Loan> = loans.iter().collect();
-    by_size.sort_by(|a, b| size(b).cmp(&size(a)).then_with(|| a.sandbox_id.cmp(&b.sandbox_id)));
-    let holders = by_size.into_iter().take(NAMED_HOLDERS).map(|loan| loan.sandbox_id.clone()).collect();
+    let all = borrowers(exhausted.resource, loans);
+    let holders = all.into_iter().take(NAMED_HOLDERS).map(|(id, _)| id.to_string()).collect();
     Exhausted { holders, ..exhausted }
 }

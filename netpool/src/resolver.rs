@@ -46,6 +46,21 @@ pub fn choose_nameservers(resolv_conf: &str, upstream: Option<&str>) -> Nameserv
     Nameservers { servers, warning }
 }
 
+/// The name servers that a forwarder on the host asks: all that the host's own programs ask, loopback too (a stub resolver such as
+/// 127.0.0.53 answers the host), in order, without duplicates, at most three (resolv.conf(5)).
+pub fn parse_upstreams(resolv_conf: &str) -> Vec<IpAddr> {
+    let mut servers = Vec::new();
+    for address in listed(resolv_conf) {
+        // A link-local address needs the zone that was cut off.
+        let zoned = matches!(address, IpAddr::V6(v6) if v6.segments()[0] & 0xffc0 == 0xfe80);
+        if !(address.is_unspecified() || zoned || servers.contains(&address)) {
+            servers.push(address);
+        }
+    }
+    servers.truncate(3);
+    servers
+}
+
 fn listed(resolv_conf: &str) -> impl Iterator<Item = IpAddr> + '_ {
     resolv_conf.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
@@ -72,6 +87,15 @@ mod tests {
     fn a_loopback_resolver_is_replaced_by_its_upstream_servers() {
         let found = choose_nameservers("nameserver 127.0.0.53\n", Some("nameserver 203.0.113.9\n"));
         assert_eq!(found, Nameservers { servers: vec![Ipv4Addr::new(203, 0, 113, 9)], warning: None });
+    }
+
+    #[test]
+    fn a_forwarder_asks_whom_the_host_asks() {
+        let text = "nameserver 127.0.0.53\nnameserver fe80::1%eth0\nnameserver fd00::1\nnameserver 0.0.0.0\n\
+                    nameserver 127.0.0.53\nnameserver 192.0.2.1\nnameserver 192.0.2.2\n";
+        let expected: [IpAddr; 3] =
+            ["127.0.0.53", "fd00::1", "192.0.2.1"].map(|address| address.parse().unwrap());
+        assert_eq!(parse_upstreams(text), expected);
     }
 
     #[test]

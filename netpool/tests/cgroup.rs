@@ -5,8 +5,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
-use torpor_netpool::linux::{CgroupLimits, CgroupParent, CgroupProbe, Controller, NetError, host_cpus, pin};
+use nix::sys::statfs::{CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, statfs};
+use torpor_netpool::linux::{
+    CgroupLimits, CgroupParent, CgroupProbe, Controller, CpuMax, NetError, host_cpus, pin,
+};
 use torpor_netpool::{CpuSet, PoolConfig};
 
 /// A writable cgroup version 2 mount, or a skip.
@@ -27,7 +29,7 @@ fn mount(test: &str) -> Option<PathBuf> {
 
 /// Whether the parent has every controller, or a skip.
 fn has_all(parent: &CgroupParent, test: &str) -> bool {
-    let all = [Controller::Cpuset, Controller::Memory, Controller::Pids];
+    let all = [Controller::Cpuset, Controller::Memory, Controller::Pids, Controller::Cpu];
     if all.iter().all(|controller| parent.controllers().contains(controller)) {
         return true;
     }
@@ -66,8 +68,12 @@ fn sleeper() -> Child {
 fn a_cgroup_holds_a_vms_processes_kills_them_and_goes() {
     let Some(root) = mount("a_cgroup_holds_a_vms_processes_kills_them_and_goes") else { return };
     let parent = Parent::new(&root, "kill");
-    let limits =
-        CgroupLimits { cpus: Some("0".parse().unwrap()), memory_max: Some(64 << 20), pids_max: Some(32) };
+    let limits = CgroupLimits {
+        cpus: Some("0".parse().unwrap()),
+        memory_max: Some(64 << 20),
+        pids_max: Some(32),
+        ..CgroupLimits::default()
+    };
     let cgroup = parent.0.create("sb-1", &limits).unwrap();
     assert_eq!(parent.0.create("sb-1", &limits).unwrap(), cgroup, "repeating finds it");
     if parent.0.controllers().contains(&Controller::Memory) {
@@ -105,8 +111,12 @@ fn the_kernel_holds_processes_to_the_limits() {
     if !has_all(&parent.0, TEST) {
         return;
     }
-    let limits =
-        CgroupLimits { cpus: Some("0".parse().unwrap()), memory_max: Some(32 << 20), pids_max: Some(3) };
+    let limits = CgroupLimits {
+        cpus: Some("0".parse().unwrap()),
+        memory_max: Some(32 << 20),
+        pids_max: Some(3),
+        ..CgroupLimits::default()
+    };
     let cgroup = parent.0.create("sb-1", &limits).unwrap();
     // It waits for a line, so that it is in the cgroup when it begins; `tail` keeps what it is asked for in memory.
     let begun = |script: &str| {
@@ -131,6 +141,67 @@ fn the_kernel_holds_processes_to_the_limits() {
     assert!(shown.to_lowercase().contains("fork"), "{shown}");
     cgroup.kill().unwrap();
     cgroup.remove().unwrap();
+}
+
+/// The controllers of version 1 that are mounted here, or a skip.
+fn version_1(test: &str) -> Vec<(Controller, PathBuf)> {
+    let all = [Controller::Cpuset, Controller::Memory, Controller::Pids, Controller::Cpu];
+    let mounts = all.map(|controller| (controller, Path::new("/sys/fs/cgroup").join(controller.to_string())));
+    let is_v1 = |path: &Path| statfs(path).is_ok_and(|found| found.filesystem_type() == CGROUP_SUPER_MAGIC);
+    let found: Vec<_> = mounts.into_iter().filter(|(_, path)| is_v1(path)).collect();
+    if found.is_empty() || !nix::unistd::geteuid().is_root() {
+        println!("SKIP {test}: needs root and cgroups of version 1");
+        return Vec::new();
+    }
+    found
+}
+
+#[test]
+fn version_1_holds_processes_to_the_limits_in_every_tree() {
+    let trees = version_1("version_1_holds_processes_to_the_limits_in_every_tree");
+    let borrowed: Vec<(Controller, &Path)> =
+        trees.iter().map(|(controller, path)| (*controller, path.as_path())).collect();
+    let name = format!("torpor-test-{}-v1", std::process::id());
+    let Some(parent) = CgroupParent::at_version_1(&borrowed, &name).unwrap() else { return };
+    let parent = Parent(parent);
+    let limits = CgroupLimits {
+        cpus: Some("0".parse().unwrap()),
+        memory_max: Some(32 << 20),
+        pids_max: Some(3),
+        cpu_max: Some(CpuMax::percent(150)),
+        cpu_weight: Some(200),
+        ..CgroupLimits::default()
+    };
+    let cgroup = parent.0.create("sb-1", &limits).unwrap();
+    assert_eq!(parent.0.create("sb-1", &limits).unwrap(), cgroup, "repeating finds it");
+    assert_eq!(parent.0.controllers().len(), trees.len());
+    let shown = |controller: Controller, file: &str| {
+        let tree = trees.iter().find(|(found, _)| *found == controller)?;
+        Some(std::fs::read_to_string(tree.1.join(&name).join("sb-1").join(file)).unwrap().trim().to_string())
+    };
+    for (controller, file, value) in [
+        (Controller::Cpuset, "cpuset.cpus", "0"),
+        (Controller::Memory, "memory.limit_in_bytes", "33554432"),
+        (Controller::Pids, "pids.max", "3"),
+        (Controller::Cpu, "cpu.cfs_quota_us", "150000"),
+        (Controller::Cpu, "cpu.shares", "2048"),
+    ] {
+        assert!(shown(controller, file).is_none_or(|shown| shown == value), "{file}");
+    }
+    let mut child = sleeper();
+    cgroup.add(child.id() as i32).unwrap();
+    assert_eq!(cgroup.pids().unwrap(), [child.id() as i32]);
+    let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+    if trees.iter().any(|(controller, _)| *controller == Controller::Cpuset) {
+        assert!(status.contains("Cpus_allowed_list:\t0\n"), "{status}");
+    }
+    assert_eq!(parent.0.list().unwrap(), ["sb-1"]);
+    cgroup.kill().unwrap();
+    assert!(!child.wait().unwrap().success());
+    cgroup.remove().unwrap();
+    cgroup.remove().unwrap();
+    assert_eq!(parent.0.list().unwrap(), [""; 0]);
+    assert_eq!(parent.0.open("sb-1").unwrap(), None);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use torpor_netpool::policy::{Budget, Exhausted, Released, Resource, Usage, Want};
-use torpor_netpool::policy::{admit, choose_cpus, choose_slot, cpu_loads, plan};
+use torpor_netpool::policy::{admit, borrowers, choose_cpus, choose_slot, counters, cpu_loads, plan};
 use torpor_netpool::{CpuSet, Loan, PoolConfig, Slot};
 
 const QUARANTINE: Duration = Duration::from_secs(5);
@@ -90,6 +90,72 @@ fn overcommit_lends_a_cpu_as_often_as_it_says() {
     assert_eq!(admit(&budget(200), &loans, want), Ok(()));
     // A VM with more virtual CPUs than the host has counts as all of the host's.
     assert_eq!(admit(&budget(100), &[], Want { cpus: 8, memory_bytes: 1 }), Ok(()));
+}
+
+#[test]
+fn counters_say_what_there_is_and_who_has_it() {
+    let config = PoolConfig {
+        range: "10.231.0.0/27".parse().unwrap(),
+        quarantine_seconds: 5,
+        ..PoolConfig::default()
+    };
+    let budget = Budget { cpus: "0-3".parse().unwrap(), cpu_percent: 150, memory_bytes: 1_000 };
+    let loans = [loan("sb-a", 0, "0", 10), loan("sb-b", 1, "1-3", 500)];
+    // Slot 1 is lent again, slot 3 has rested for long enough, slot 70 is outside.
+    let releases = [released(1, 9_999), released(2, 9_000), released(3, 4_000), released(70, 9_999)];
+    let found = counters(&config, &budget, &loans, releases, 10_000);
+    let shown = [found.slots, found.cpus, found.memory].map(|c| [c.capacity, c.used, c.free, c.quarantined]);
+    assert_eq!(shown, [[8, 2, 5, 1], [6, 4, 2, 0], [1_000, 510, 490, 0]]);
+    assert_eq!(borrowers(Resource::Memory, &loans), [("sb-b", 500), ("sb-a", 10)]);
+    assert_eq!(borrowers(Resource::Cpus, &loans), [("sb-b", 3), ("sb-a", 1)]);
+    assert_eq!(borrowers(Resource::NetworkSlots, &loans), [("sb-a", 1), ("sb-b", 1)]);
+    let full = [loan("sb-c", 0, "0-3", 2_000), loan("sb-d", 1, "0-3", 0)];
+    let found = counters(&config, &budget, &full, [], 0);
+    assert_eq!((found.cpus.free, found.memory.free), (0, 0), "a smaller budget than what is lent");
+}
+
+/// A ledger of 20,000 sandboxes, of which few run, that counts the rows that are read.
+struct Counted {
+    loans: Vec<Loan>,
+    suspended: Vec<String>,
+    read: std::cell::Cell<usize>,
+}
+
+impl Counted {
+    fn rows<'a, T>(&'a self, rows: &'a [T]) -> impl Iterator<Item = &'a T> {
+        rows.iter().inspect(|_| self.read.set(self.read.get() + 1))
+    }
+}
+
+#[test]
+fn what_is_suspended_costs_nothing_when_something_is_lent_or_swept() {
+    let config = PoolConfig { range: "10.231.0.0/19".parse().unwrap(), ..PoolConfig::default() };
+    let slots = 2_000;
+    let budget = Budget { cpus: "0-7".parse().unwrap(), cpu_percent: 100_000, memory_bytes: u64::MAX };
+    let cost = |suspended: usize, running: u32| {
+        let ledger = Counted {
+            loans: (0..running).map(|n| loan(&format!("run-{n}"), n, "0", 1)).collect(),
+            suspended: (0..suspended).map(|n| format!("sb-{n}")).collect(),
+            read: std::cell::Cell::new(0),
+        };
+        // One row for a slot that was ever used, whoever used it.
+        let releases: Vec<Released> = (0..slots).map(|slot| released(slot, 1)).collect();
+        let loans: Vec<Loan> = ledger.rows(&ledger.loans).cloned().collect();
+        let given = ledger.rows(&releases).copied();
+        let plan = plan(&config, &budget, &loans, given, 100_000, Want { cpus: 1, memory_bytes: 1 }).unwrap();
+        assert!(plan.slot.slot.0 >= running);
+        let all: Vec<Loan> = ledger.rows(&ledger.loans).cloned().collect();
+        let live = torpor_netpool::Live { cgroups: vec![], ..Default::default() };
+        let found = torpor_netpool::sweep(&config, &all, &live, &|_| {
+            ledger.read.set(ledger.read.get() + 1);
+            None
+        });
+        assert_eq!(found.without_tap.len(), running as usize);
+        assert_eq!(ledger.suspended.len(), suspended);
+        ledger.read.get()
+    };
+    assert_eq!(cost(20_000, 100), cost(0, 100), "the rows read don't grow with what is suspended");
+    assert!(cost(20_000, 1_900) <= 3 * 1_900 + slots as usize, "and are at most a few for each slot");
 }
 
 #[test]

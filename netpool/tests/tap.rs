@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use common::{Namespace, ready, sh};
 use torpor_netpool::linux::{
-    Firewall, Forwarding, NetError, Tap, TapOptions, apply, attach, check_range, delete_tap, detach,
+    Firewall, Forwarding, NetError, Network, Tap, TapOptions, apply, attach, check_range, delete_tap, detach,
     enable_forwarding, list_taps, live, uplink,
 };
 use torpor_netpool::{CpuSet, GuestNet, Ledger, LedgerError, Loan, PoolConfig, Repair, Slot, sweep};
@@ -35,7 +35,8 @@ fn isolated(test: &str, work: impl FnOnce() + Send + 'static) {
 #[test]
 fn a_tap_is_complete_and_up_before_anyone_has_its_descriptor() {
     isolated("a_tap_is_complete_and_up_before_anyone_has_its_descriptor", || {
-        let options = TapOptions { owner_uid: Some(65534), mtu: Some(1400), vnet_hdr: true };
+        let options =
+            TapOptions { owner_uid: Some(65534), mtu: Some(1400), vnet_hdr: true, ..TapOptions::default() };
         let tap = Tap::create(&net(5), &options).unwrap();
         assert_eq!(tap.name(), "tpr-000005");
         let shown = sh("ip -d addr show dev tpr-000005");
@@ -232,26 +233,39 @@ fn loan(id: &str, slot: u32) -> Loan {
 fn a_sweep_repairs_leftovers_and_a_second_one_finds_nothing() {
     isolated("a_sweep_repairs_leftovers_and_a_second_one_finds_nothing", || {
         let config = PoolConfig::default();
-        let firewall = Firewall::new(&config);
+        let network = Network::new(&config);
+        let firewall = network.firewall();
         let guest_net = |id: &str, slot| config.guest_net(id, Slot(slot)).unwrap();
-        // "a" runs, but its element was lost; "gone" left everything behind; slot 3 has only an element.
-        let _a = attach(&firewall, &guest_net("a", 1), &TapOptions::default()).unwrap();
+        // "a" runs, but its element was lost; "gone" left everything behind; slot 3 has only an element; slot 4's element is
+        // its former borrower's; address 10.231.0.22 has only a policy.
+        let _a = network.attach(&guest_net("a", 1), &TapOptions::default()).unwrap();
         firewall.remove(&guest_net("a", 1).guest()).unwrap();
-        let _gone = attach(&firewall, &guest_net("gone", 2), &TapOptions::default()).unwrap();
+        drop(network.attach(&guest_net("gone", 2), &TapOptions::default()).unwrap());
         firewall.add(&guest_net("old", 3).guest()).unwrap();
-        let rows = Rows(Mutex::new(vec![loan("a", 1)]));
+        let _b = network.attach(&guest_net("b", 4), &TapOptions::default()).unwrap();
+        firewall.add(&guest_net("former", 4).guest()).unwrap();
+        sh("nft 'add element inet torpor open { 10.231.0.22 }'");
+        sh("ip route add 203.0.113.0/24 dev tpr-000001");
+        sh("ip neigh add 10.231.0.7 lladdr 02:00:00:00:00:09 dev tpr-000001 nud permanent");
+        sh("ip neigh add 10.231.0.6 lladdr 02:00:00:00:00:09 dev tpr-000001 nud permanent");
+        let rows = Rows(Mutex::new(vec![loan("a", 1), loan("b", 4)]));
 
         let look = || {
-            let live = live(&config, &firewall, None).unwrap();
-            sweep(&config, &rows.all().unwrap(), &live.taps, &live.elements, &live.cgroups)
+            let live = live(&config, &network, None).unwrap();
+            sweep(&config, &rows.all().unwrap(), &live, &|_| None)
         };
         let repairs = look().repairs;
-        assert_eq!(repairs.len(), 4, "{repairs:?}");
-        let results = apply(&config, &firewall, None, &rows, repairs);
+        let lines: Vec<String> = repairs.iter().map(Repair::to_string).collect();
+        assert_eq!(lines.len(), 9, "{lines:#?}");
+        let results = apply(&config, &network, None, &rows, repairs);
         assert!(results.iter().all(|(_, result)| result.is_ok()), "{results:?}");
-        assert_eq!(taps(), ["tpr-000001"]);
-        assert_eq!(firewall.list().unwrap(), [guest_net("a", 1).guest()]);
+        assert_eq!(taps(), ["tpr-000001", "tpr-000004"]);
+        let mut expected = [guest_net("a", 1).guest(), guest_net("b", 4).guest()];
+        expected.sort();
+        assert_eq!(firewall.list().unwrap(), expected);
         assert_eq!(look(), torpor_netpool::Sweep::default());
+        assert!(!sh("ip route").contains("203.0.113"));
+        assert!(!sh("nft list ruleset").contains("10.231.0.22"));
     });
 }
 
@@ -259,17 +273,19 @@ fn a_sweep_repairs_leftovers_and_a_second_one_finds_nothing() {
 fn what_was_lent_since_the_comparison_is_left_alone() {
     isolated("what_was_lent_since_the_comparison_is_left_alone", || {
         let config = PoolConfig::default();
-        let firewall = Firewall::new(&config);
+        let network = Network::new(&config);
         let net = config.guest_net("new", Slot(2)).unwrap();
-        let _tap = attach(&firewall, &net, &TapOptions::default()).unwrap();
+        let _tap = network.attach(&net, &TapOptions::default()).unwrap();
         let repairs = vec![
             Repair::DeleteTap { tap: net.tap.clone(), slot: net.slot },
             Repair::RemoveElement { guest: net.guest() },
+            Repair::ForgetAddress { ip: net.guest_ip },
         ];
         let rows = Rows(Mutex::new(vec![loan("new", 2)]));
-        for (repair, result) in apply(&config, &firewall, None, &rows, repairs) {
+        for (repair, result) in apply(&config, &network, None, &rows, repairs) {
             assert!(matches!(result, Err(NetError::LentAgain(2))), "{repair}: {result:?}");
         }
-        assert_eq!((taps().len(), firewall.list().unwrap().len()), (1, 1));
+        let listing = network.firewall().listing().unwrap();
+        assert_eq!((taps().len(), listing.guests), (1, vec![net.guest()]));
     });
 }

@@ -1,18 +1,115 @@
-//! All of a sandbox's network at once, and the repairs of a sweep.
+//! All of a sandbox's network at once.
 
-use super::cgroup::CgroupParent;
+use super::conntrack::{Connections, Forgotten};
 use super::error::NetError;
-use super::firewall::Firewall;
-use super::tap::{Tap, TapOptions, delete_tap, list_taps};
-use crate::{Guest, GuestNet, Ledger, PoolConfig, Repair};
+use super::firewall::{Ensured, Firewall};
+use super::stock::{TapStock, Tended};
+use super::tap::{Tap, TapOptions, delete_tap};
+use crate::{GuestNet, PoolConfig, Slot};
 
-/// Lets a sandbox's packets through and makes its TAP. When the TAP fails, the firewall element is taken back.
+/// The network of a pool in one network namespace: the firewall, the stock of TAPs, and the kernel's memory of connections.
+#[derive(Debug)]
+pub struct Network {
+    firewall: Firewall,
+    stock: TapStock,
+    connections: Connections,
+}
+
+impl Network {
+    /// The network of a pool. Nothing is made before it is used.
+    pub fn new(config: &PoolConfig) -> Network {
+        Network {
+            firewall: Firewall::new(config),
+            stock: TapStock::new(config),
+            connections: Connections::new(config),
+        }
+    }
+
+    /// The firewall.
+    pub fn firewall(&self) -> &Firewall {
+        &self.firewall
+    }
+
+    /// The stock of TAPs.
+    pub fn stock(&self) -> &TapStock {
+        &self.stock
+    }
+
+    /// Lets a sandbox's packets through to where its egress policy says, and gives it a TAP. When the TAP fails, the firewall's
+    /// elements are taken back. Repeating it after a kill takes over what is there.
+    ///
+    /// # Errors
+    /// What the firewall or the TAP said.
+    pub fn attach(&self, net: &GuestNet, options: &TapOptions) -> Result<Tap, NetError> {
+        if self.connections.may_remember(net.guest_ip) {
+            self.settle()?;
+        }
+        self.firewall.add(&net.guest())?;
+        taken_back(&self.firewall, net, self.stock.acquire(net, options))
+    }
+
+    /// Takes a sandbox's network back, once its VM process is gone: the TAP with its addresses, routes and neighbours, and the
+    /// firewall's elements. The connections that the kernel remembers of the address are forgotten by the next
+    /// [`Network::settle`], which the next [`Network::attach`] of the address waits for. Repeating it does nothing. Call it
+    /// while the loan's row still stands: after that, the slot may be another's.
+    ///
+    /// # Errors
+    /// What the kernel said; both are attempted.
+    pub fn detach(&self, net: &GuestNet) -> Result<(), NetError> {
+        self.connections.given_back(net.guest_ip);
+        let tap = self.stock.release(&net.tap);
+        self.firewall.remove(&net.guest())?;
+        tap.map(drop)
+    }
+
+    /// Makes the kernel forget the connections of addresses that were given back; the first time, of all of the pool's that are
+    /// not in use.
+    ///
+    /// # Errors
+    /// The kernel refused, for another reason than that it can't.
+    pub fn settle(&self) -> Result<Forgotten, NetError> {
+        self.connections.settle(|| Ok(self.firewall.list()?.into_iter().map(|guest| guest.ip).collect()))
+    }
+
+    /// The address of a slot's guest is nobody's any more.
+    pub(super) fn slot_given_back(&self, config: &PoolConfig, slot: Slot) {
+        if let Ok(net) = config.guest_net("", slot) {
+            self.connections.given_back(net.guest_ip);
+        }
+    }
+
+    /// Every few seconds, off the hot path: makes the firewall's table right again, looks after the stock, and settles.
+    ///
+    /// # Errors
+    /// What the firewall or the kernel said.
+    pub fn tend(&self) -> Result<Tend, NetError> {
+        Ok(Tend { table: self.firewall.ensure()?, stock: self.stock.tend()?, forgotten: self.settle()? })
+    }
+}
+
+/// What [`Network::tend`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tend {
+    /// The firewall's table.
+    pub table: Ensured,
+    /// The stock of TAPs.
+    pub stock: Tended,
+    /// Connections of addresses that were given back.
+    pub forgotten: Forgotten,
+}
+
+/// Lets a sandbox's packets through and makes a TAP for it that ends with its descriptor: [`Network::attach`] without a
+/// stock. When the TAP fails, the firewall's elements are taken back.
 ///
 /// # Errors
 /// What the firewall or the TAP said.
 pub fn attach(firewall: &Firewall, net: &GuestNet, options: &TapOptions) -> Result<Tap, NetError> {
     firewall.add(&net.guest())?;
-    Tap::create(net, options).inspect_err(|error| {
+    taken_back(firewall, net, Tap::create(net, options))
+}
+
+fn taken_back(firewall: &Firewall, net: &GuestNet, tap: Result<Tap, NetError>) -> Result<Tap, NetError> {
+    tap.inspect_err(|error| {
         // A TAP that is there already may be in use with this very element.
         if !matches!(error, NetError::TapBusy { .. }) {
             // The first error counts; an element that stays is found by the next sweep.
@@ -21,79 +118,13 @@ pub fn attach(firewall: &Firewall, net: &GuestNet, options: &TapOptions) -> Resu
     })
 }
 
-/// Takes a sandbox's network back, once its VM process is gone: deletes the TAP if it is still there, and the firewall
-/// element. Repeating it does nothing. Call it while the loan's row still stands: after that, the slot may be another's.
+/// Takes back what [`attach()`] made, once the VM process is gone: deletes the TAP if it is still there, and the firewall's
+/// elements. Repeating it does nothing. Call it while the loan's row still stands: after that, the slot may be another's.
 ///
 /// # Errors
-/// What the kernel or the firewall said; both are attempted.
+/// What the kernel said; both are attempted.
 pub fn detach(firewall: &Firewall, net: &GuestNet) -> Result<(), NetError> {
     let tap = delete_tap(&net.tap);
     firewall.remove(&net.guest())?;
     tap.map(drop)
-}
-
-/// What the kernel has of the pool.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Live {
-    /// TAPs of the pool.
-    pub taps: Vec<String>,
-    /// Elements of the firewall.
-    pub elements: Vec<Guest>,
-    /// Cgroups below the pool's parent.
-    pub cgroups: Vec<String>,
-}
-
-/// Lists the kernel's objects of the pool, for [`crate::sweep()`]. Call it before reading the ledger.
-///
-/// # Errors
-/// What can't be listed.
-pub fn live(
-    config: &PoolConfig,
-    firewall: &Firewall,
-    cgroups: Option<&CgroupParent>,
-) -> Result<Live, NetError> {
-    Ok(Live {
-        taps: list_taps(config)?,
-        elements: firewall.list()?,
-        cgroups: cgroups.map(CgroupParent::list).transpose()?.unwrap_or_default(),
-    })
-}
-
-/// Carries out repairs; one that fails doesn't keep the others. The ledger is read again before anything is deleted, so that
-/// a slot that was lent since the comparison is left alone; between that reading and the deletion the caller must not
-/// let a start write its row (it holds its allocation lock).
-pub fn apply(
-    config: &PoolConfig,
-    firewall: &Firewall,
-    cgroups: Option<&CgroupParent>,
-    ledger: &dyn Ledger,
-    repairs: Vec<Repair>,
-) -> Vec<(Repair, Result<(), NetError>)> {
-    let one = |repair: &Repair| match repair {
-        Repair::DeleteTap { tap, slot } => {
-            if ledger.all()?.iter().any(|loan| loan.slot == *slot) {
-                return Err(NetError::LentAgain(slot.0));
-            }
-            delete_tap(tap).map(drop)
-        }
-        Repair::RemoveElement { guest } => match config.slot_of_tap(&guest.tap) {
-            Some(slot) if wanted(config, ledger, guest)? => Err(NetError::LentAgain(slot.0)),
-            _ => firewall.remove(guest),
-        },
-        Repair::AddElement { guest, .. } => match wanted(config, ledger, guest)? {
-            true => firewall.add(guest),
-            false => Ok(()),
-        },
-        Repair::RemoveCgroup { name } => match (cgroups, ledger.loan(name)?) {
-            (Some(parent), None) => parent.open(name)?.map_or(Ok(()), |cgroup| cgroup.remove()),
-            _ => Ok(()),
-        },
-    };
-    repairs.into_iter().map(|repair| (repair.clone(), one(&repair))).collect()
-}
-
-/// Whether a loan accounts for the element.
-fn wanted(config: &PoolConfig, ledger: &dyn Ledger, guest: &Guest) -> Result<bool, NetError> {
-    let net = |loan: &crate::Loan| config.guest_net(&loan.sandbox_id, loan.slot).map(|net| net.guest());
-    Ok(ledger.all()?.iter().any(|loan| net(loan).as_ref() == Ok(guest)))
 }

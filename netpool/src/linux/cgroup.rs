@@ -1,6 +1,7 @@
-//! Cgroups (version 2) of VM processes. Where the host has none that can be written, VMs run without: that is a value here,
-//! not an error.
+//! Cgroups of VM processes: version 2, version 1 where a host has only that, or both. Where the host has none that can be
+//! written, VMs run without: that is a value here, not an error.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
 use std::io;
@@ -9,14 +10,12 @@ use std::thread;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
-use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 use nix::unistd::Pid;
 
 use super::error::NetError;
+use super::hierarchy::{Hierarchy, write};
 use crate::{CpuSet, PoolConfig};
 
-/// Where version 2 is mounted: alone, or beside version 1 ("hybrid").
-const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 /// A cgroup of killed processes is empty within milliseconds; a process in an uninterruptible wait takes longer.
 const REMOVE_TRIES: u32 = 100;
 const REMOVE_PAUSE: Duration = Duration::from_millis(20);
@@ -30,10 +29,13 @@ pub enum Controller {
     Memory,
     /// Process number limits.
     Pids,
+    /// CPU time.
+    Cpu,
 }
 
 impl Controller {
-    const ALL: [Controller; 3] = [Controller::Cpuset, Controller::Memory, Controller::Pids];
+    pub(super) const ALL: [Controller; 4] =
+        [Controller::Cpuset, Controller::Memory, Controller::Pids, Controller::Cpu];
 }
 
 impl fmt::Display for Controller {
@@ -42,6 +44,7 @@ impl fmt::Display for Controller {
             Controller::Cpuset => "cpuset",
             Controller::Memory => "memory",
             Controller::Pids => "pids",
+            Controller::Cpu => "cpu",
         })
     }
 }
@@ -55,11 +58,28 @@ pub enum CgroupProbe {
     Unavailable(String),
 }
 
-/// The cgroup that those of all VMs of a pool lie in.
+/// The cgroup that those of all VMs of a pool lie in: one in each tree that the host has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CgroupParent {
-    path: PathBuf,
-    controllers: Vec<Controller>,
+    first: Hierarchy,
+    others: Vec<Hierarchy>,
+}
+
+/// CPU time: so many microseconds in each period of so many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CpuMax {
+    /// Time that the processes may use together, microseconds.
+    pub quota_us: u64,
+    /// The period, microseconds.
+    pub period_us: u64,
+}
+
+impl CpuMax {
+    /// So many percent of one CPU: 250 is two and a half. The kernel takes no less than 1.
+    pub fn percent(percent: u32) -> CpuMax {
+        const PERIOD: u64 = 100_000;
+        CpuMax { quota_us: PERIOD * u64::from(percent.max(1)) / 100, period_us: PERIOD }
+    }
 }
 
 /// Limits of a VM's processes. A limit whose controller the host doesn't offer is left out.
@@ -67,62 +87,74 @@ pub struct CgroupParent {
 pub struct CgroupLimits {
     /// The CPUs that the processes may run on.
     pub cpus: Option<CpuSet>,
+    /// The NUMA nodes that their memory may come from.
+    pub memory_nodes: Option<CpuSet>,
     /// The most memory in bytes: guest memory and what the VM process needs besides.
     pub memory_max: Option<u64>,
     /// The most processes and threads.
     pub pids_max: Option<u64>,
+    /// The most CPU time.
+    pub cpu_max: Option<CpuMax>,
+    /// The share of CPU time when there is not enough for all: 1 to 10,000, where 100 is the kernel's default.
+    pub cpu_weight: Option<u32>,
 }
 
 /// The cgroup of one VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cgroup {
     path: PathBuf,
+    others: Vec<PathBuf>,
 }
 
 impl CgroupParent {
-    /// Finds a writable cgroup version 2 mount and makes the pool's parent in it.
+    /// Makes the pool's parent in every tree of cgroups that can be written. That of version 2 comes first, also where it has no
+    /// controllers ("hybrid"): it kills all processes of a cgroup at once.
     pub fn probe(config: &PoolConfig) -> CgroupProbe {
-        let mut reasons = Vec::new();
-        for mount in MOUNTS.map(Path::new) {
-            match statfs(mount) {
-                Ok(found) if found.filesystem_type() == CGROUP2_SUPER_MAGIC => {}
-                Ok(_) => {
-                    reasons.push(format!("{} is not cgroup version 2", mount.display()));
-                    continue;
-                }
-                Err(errno) => {
-                    reasons.push(format!("{}: {errno}", mount.display()));
-                    continue;
-                }
-            }
-            match CgroupParent::at(mount, &config.table_name()) {
-                Ok(parent) => return CgroupProbe::Ready(parent),
-                Err(error) => reasons.push(error.to_string()),
-            }
+        match Hierarchy::all(&config.table_name()).map(|all| CgroupParent::of(all.into_iter())) {
+            Ok(Some(parent)) => CgroupProbe::Ready(parent),
+            Ok(None) => CgroupProbe::Unavailable("no cgroups are mounted".to_string()),
+            Err(reasons) => CgroupProbe::Unavailable(reasons),
         }
-        CgroupProbe::Unavailable(reasons.join("; "))
     }
 
-    /// Makes (or finds) the parent `name` in the cgroup at `root`, and hands down the controllers that `root` offers.
+    /// Makes (or finds) the parent `name` in the cgroup of version 2 at `root`, and hands down the controllers that `root` offers.
     ///
     /// # Errors
     /// The parent can't be made.
     pub fn at(root: &Path, name: &str) -> Result<CgroupParent, NetError> {
-        let path = root.join(check_name(name)?);
-        make(&path)?;
-        let controllers: Vec<Controller> =
-            Controller::ALL.into_iter().filter(|c| hand_down(root, *c) && hand_down(&path, *c)).collect();
-        Ok(CgroupParent { path, controllers })
+        let first = Hierarchy::version_2(root, check_name(name)?)?;
+        Ok(CgroupParent { first, others: Vec::new() })
     }
 
-    /// The parent's directory.
+    /// Makes (or finds) the parent `name` in trees of version 1: for each, where it is mounted. `None` when there are none.
+    ///
+    /// # Errors
+    /// A parent can't be made.
+    pub fn at_version_1(trees: &[(Controller, &Path)], name: &str) -> Result<Option<CgroupParent>, NetError> {
+        let name = check_name(name)?;
+        let made = trees.iter().map(|(controller, root)| Hierarchy::version_1(root, name, *controller));
+        Ok(CgroupParent::of(made.collect::<Result<Vec<_>, _>>()?.into_iter()))
+    }
+
+    fn of(mut all: impl Iterator<Item = Hierarchy>) -> Option<CgroupParent> {
+        let first = all.next()?;
+        Some(CgroupParent { first, others: all.collect() })
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Hierarchy> {
+        std::iter::once(&self.first).chain(&self.others)
+    }
+
+    /// The parent's directory in the first tree.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.first.parent
     }
 
     /// The controllers whose limits work here.
-    pub fn controllers(&self) -> &[Controller] {
-        &self.controllers
+    pub fn controllers(&self) -> Vec<Controller> {
+        let all: BTreeSet<Controller> =
+            self.all().flat_map(|tree| tree.controllers.iter().copied()).collect();
+        all.into_iter().collect()
     }
 
     /// Makes the cgroup `name`, or finds it, and sets its limits.
@@ -130,28 +162,24 @@ impl CgroupParent {
     /// # Errors
     /// The name is no good, or the kernel refused the cgroup or a limit.
     pub fn create(&self, name: &str, limits: &CgroupLimits) -> Result<Cgroup, NetError> {
-        let path = self.path.join(check_name(name)?);
-        make(&path)?;
-        let values = [
-            (Controller::Cpuset, "cpuset.cpus", limits.cpus.as_ref().map(CpuSet::to_string)),
-            (Controller::Memory, "memory.max", limits.memory_max.map(|max| max.to_string())),
-            (Controller::Pids, "pids.max", limits.pids_max.map(|max| max.to_string())),
-        ];
-        for (controller, file, value) in values {
-            if let Some(value) = value.filter(|_| self.controllers.contains(&controller)) {
-                write(&path.join(file), &value)?;
-            }
-        }
-        Ok(Cgroup { path })
+        let name = check_name(name)?;
+        let path = self.first.create(name, limits)?;
+        let others = self.others.iter().map(|tree| tree.create(name, limits)).collect::<Result<_, _>>()?;
+        Ok(Cgroup { path, others })
     }
 
-    /// The cgroup `name`, or `None` when there is none.
+    /// The cgroup `name`, or `None` when there is none in any tree.
     ///
     /// # Errors
     /// The name is no good.
     pub fn open(&self, name: &str) -> Result<Option<Cgroup>, NetError> {
-        let path = self.path.join(check_name(name)?);
-        Ok(path.is_dir().then_some(Cgroup { path }))
+        let name = check_name(name)?;
+        let cgroup = Cgroup {
+            path: self.first.parent.join(name),
+            others: self.others.iter().map(|tree| tree.parent.join(name)).collect(),
+        };
+        let there = cgroup.all().any(|path| path.is_dir());
+        Ok(there.then_some(cgroup))
     }
 
     /// The names of the cgroups below the parent, sorted.
@@ -159,15 +187,16 @@ impl CgroupParent {
     /// # Errors
     /// The parent can't be read.
     pub fn list(&self) -> Result<Vec<String>, NetError> {
-        let mut names = Vec::new();
-        for entry in fs::read_dir(&self.path).map_err(NetError::file("list", &self.path))? {
-            let entry = entry.map_err(NetError::file("list", &self.path))?;
-            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                names.extend(entry.file_name().into_string().ok());
+        let mut names = BTreeSet::new();
+        for tree in self.all() {
+            for entry in fs::read_dir(&tree.parent).map_err(NetError::file("list", &tree.parent))? {
+                let entry = entry.map_err(NetError::file("list", &tree.parent))?;
+                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                    names.extend(entry.file_name().into_string().ok());
+                }
             }
         }
-        names.sort();
-        Ok(names)
+        Ok(names.into_iter().collect())
     }
 
     /// Removes the parent, when the pool is taken down. Does nothing when it isn't there.
@@ -175,14 +204,19 @@ impl CgroupParent {
     /// # Errors
     /// There are cgroups of VMs in it.
     pub fn remove(&self) -> Result<(), NetError> {
-        Cgroup { path: self.path.clone() }.remove()
+        let others = self.others.iter().map(|tree| tree.parent.clone()).collect();
+        Cgroup { path: self.first.parent.clone(), others }.remove()
     }
 }
 
 impl Cgroup {
-    /// The cgroup's directory.
+    /// The cgroup's directory in the first tree.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn all(&self) -> impl Iterator<Item = &PathBuf> {
+        std::iter::once(&self.path).chain(&self.others)
     }
 
     /// Moves a process, with all its threads, into the cgroup.
@@ -190,7 +224,7 @@ impl Cgroup {
     /// # Errors
     /// There is no such process, or the kernel refused.
     pub fn add(&self, pid: i32) -> Result<(), NetError> {
-        write(&self.path.join("cgroup.procs"), &pid.to_string())
+        self.all().try_for_each(|path| write(&path.join("cgroup.procs"), &pid.to_string()))
     }
 
     /// The processes in the cgroup; none when it is gone.
@@ -198,12 +232,16 @@ impl Cgroup {
     /// # Errors
     /// The list can't be read.
     pub fn pids(&self) -> Result<Vec<i32>, NetError> {
-        let path = self.path.join("cgroup.procs");
-        match fs::read_to_string(&path) {
-            Ok(text) => Ok(text.lines().filter_map(|line| line.parse().ok()).collect()),
-            Err(error) if is_gone(&error) => Ok(Vec::new()),
-            Err(error) => Err(NetError::file("read", path)(error)),
+        // A process whose adding was cut short is in some trees only.
+        let mut pids = BTreeSet::new();
+        for path in self.all().map(|path| path.join("cgroup.procs")) {
+            match fs::read_to_string(&path) {
+                Ok(text) => pids.extend(text.lines().filter_map(|line| line.parse::<i32>().ok())),
+                Err(error) if is_gone(&error) => {}
+                Err(error) => return Err(NetError::file("read", path)(error)),
+            }
         }
+        Ok(pids.into_iter().collect())
     }
 
     /// Kills all processes in the cgroup, also those that are being forked. They are gone a little later: see
@@ -215,7 +253,7 @@ impl Cgroup {
         let path = self.path.join("cgroup.kill");
         match fs::OpenOptions::new().write(true).open(&path) {
             Ok(_) => write(&path, "1"),
-            // A kernel before 5.14: one by one. Pid 0 stands for a process of another pid namespace.
+            // Version 1, or a kernel before 5.14: one by one. Pid 0 stands for a process of another pid namespace.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 for pid in self.pids()?.into_iter().filter(|pid| *pid > 0) {
                     // A process that is gone is what is wanted.
@@ -232,42 +270,25 @@ impl Cgroup {
     /// # Errors
     /// [`NetError::CgroupBusy`] names the processes that are still in it.
     pub fn remove(&self) -> Result<(), NetError> {
+        self.all().try_for_each(|path| self.remove_at(path))
+    }
+
+    fn remove_at(&self, path: &Path) -> Result<(), NetError> {
         for _ in 0..REMOVE_TRIES {
-            match fs::remove_dir(&self.path) {
+            match fs::remove_dir(path) {
                 Ok(()) => return Ok(()),
                 Err(error) if is_gone(&error) => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy => thread::sleep(REMOVE_PAUSE),
-                Err(error) => return Err(NetError::file("remove", &self.path)(error)),
+                Err(error) => return Err(NetError::file("remove", path)(error)),
             }
         }
-        Err(NetError::CgroupBusy { path: self.path.clone(), pids: self.pids()? })
+        Err(NetError::CgroupBusy { path: path.to_path_buf(), pids: self.pids()? })
     }
 }
 
 /// A cgroup that is removed while its files are open answers ENODEV.
 fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ENODEV)
-}
-
-fn make(path: &Path) -> Result<(), NetError> {
-    match fs::create_dir(path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            Err(NetError::file("create", path)(error))
-        }
-        _ => Ok(()),
-    }
-}
-
-fn write(path: &Path, value: &str) -> Result<(), NetError> {
-    fs::write(path, value).map_err(NetError::file("write", path))
-}
-
-/// Whether the children of the cgroup have the controller, after asking for it if need be.
-fn hand_down(cgroup: &Path, controller: Controller) -> bool {
-    let name = controller.to_string();
-    let file = cgroup.join("cgroup.subtree_control");
-    let has = || fs::read_to_string(&file).is_ok_and(|text| text.split_whitespace().any(|word| word == name));
-    has() || (fs::write(&file, format!("+{name}")).is_ok() && has())
 }
 
 /// A name is one path component that can't be taken for a file of the kernel's or for a way out.

@@ -61,14 +61,48 @@ pub enum NetError {
         /// The first line that it printed.
         message: String,
     },
-    /// `nft` printed something that this crate can't read.
-    #[error("nft listed table inet {table} in an unknown form: {reason}")]
-    NftOutput {
+    /// The kernel refused a change of the firewall's sets, or to list them.
+    #[error("cannot {what} elements of table inet {table}: {source}")]
+    Elements {
+        /// What was attempted.
+        what: &'static str,
         /// The table.
         table: String,
-        /// What was wrong with it.
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// The kernel refused to forget connections.
+    #[error("cannot forget the connections of an address: {0}")]
+    Connections(#[source] io::Error),
+    /// A program that fixes the host can't be run, or refused.
+    #[error("cannot run \"{command}\": {reason}")]
+    Command {
+        /// The command.
+        command: String,
+        /// Why not.
         reason: String,
     },
+    /// The record of fixes is damaged.
+    #[error("cannot read the record of fixes {}: {reason}; undo them by hand and remove it", path.display())]
+    FixRecord {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A name server can't be listened for.
+    #[error("cannot listen on {address} for the name servers of sandboxes: {source}")]
+    Listen {
+        /// The address.
+        address: std::net::SocketAddr,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// There is nobody to forward questions to.
+    #[error("no name server to forward to: set the name servers in the gateway's configuration")]
+    NoUpstream,
     /// The configured range is somebody else's too.
     #[error(
         "range {range} is in use on this host: {route}; set another range for sandboxes in the configuration"

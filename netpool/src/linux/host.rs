@@ -9,8 +9,8 @@ use super::{link, sys};
 use crate::{Nameservers, PoolConfig, choose_nameservers, default_interface, overlapping_route};
 
 /// The route table of the calling thread's network namespace; /proc/net is that of the process's first thread.
-const ROUTES: &str = "/proc/thread-self/net/route";
-const IP_FORWARD: &str = "/proc/sys/net/ipv4/ip_forward";
+pub(super) const ROUTES: &str = "/proc/thread-self/net/route";
+pub(super) const IP_FORWARD: &str = "/proc/sys/net/ipv4/ip_forward";
 
 /// The interface that the host reaches the world by.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,6 +96,6 @@ pub(super) fn set_sysctl(path: &str, value: &str) -> Result<bool, NetError> {
     Ok(true)
 }
 
-fn read(path: &str) -> Result<String, NetError> {
+pub(super) fn read(path: &str) -> Result<String, NetError> {
     fs::read_to_string(path).map_err(NetError::file("read", path))
 }

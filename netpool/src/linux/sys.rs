@@ -14,45 +14,68 @@ use crate::Mac;
 /// `IFF_TUN_EXCL` of linux/if_tun.h: fail when the interface exists.
 const IFF_TUN_EXCL: libc::c_int = 0x8000;
 
-/// Makes the TAP `name` and ties it to `tun`, an open `/dev/net/tun`. It fails with EBUSY when the interface exists.
-pub(super) fn tun_set_iff(tun: BorrowedFd<'_>, name: &str, vnet_hdr: bool) -> io::Result<()> {
+/// Ties the TAP `name` to `tun`, an open `/dev/net/tun`, after making it if it isn't there; gives back its name, in which the
+/// kernel has put a number for `%d`. It fails with EBUSY when another descriptor is tied to it or, if it is to be `new`, when it
+/// exists.
+pub(super) fn tun_set_iff(tun: BorrowedFd<'_>, name: &str, vnet_hdr: bool, new: bool) -> io::Result<String> {
     let vnet_hdr = if vnet_hdr { libc::IFF_VNET_HDR } else { 0 };
-    let flags = libc::IFF_TAP | libc::IFF_NO_PI | IFF_TUN_EXCL | vnet_hdr;
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | vnet_hdr | if new { IFF_TUN_EXCL } else { 0 };
     let mut request = request_for(name)?;
     // The kernel reads the flags as 16 bits (struct ifreq's ifr_flags is a short): IFF_TUN_EXCL is the sign bit.
     request.ifr_ifru.ifru_flags = flags as libc::c_short;
-    ifreq_ioctl(tun, libc::TUNSETIFF as libc::Ioctl, &mut request)
+    ifreq_ioctl(tun, libc::TUNSETIFF as libc::Ioctl, &mut request)?;
+    let name: Vec<u8> = request.ifr_name.iter().map(|c| *c as u8).take_while(|byte| *byte != 0).collect();
+    Ok(String::from_utf8_lossy(&name).into_owned())
 }
 
-/// Lets the user `uid` use the TAP tied to `tun` without privileges.
+/// Whether the TAP tied to `tun` outlives its descriptors.
+pub(super) fn tun_set_persist(tun: BorrowedFd<'_>, persist: bool) -> io::Result<()> {
+    tun_set(tun, libc::TUNSETPERSIST as libc::Ioctl, libc::c_ulong::from(persist))
+}
+
+/// What the reader of `tun` can do with frames (`TUN_F_` flags): unfinished checksums, segments larger than the MTU.
+pub(super) fn tun_set_offload(tun: BorrowedFd<'_>, flags: u32) -> io::Result<()> {
+    tun_set(tun, libc::TUNSETOFFLOAD as libc::Ioctl, libc::c_ulong::from(flags))
+}
+
+/// The size of the header before each frame, in bytes.
+pub(super) fn tun_set_vnet_hdr_size(tun: BorrowedFd<'_>, size: libc::c_int) -> io::Result<()> {
+    // SAFETY: TUNSETVNETHDRSZ reads one int, which `size` is, alive during the call; `tun` is open while borrowed.
+    check(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETVNETHDRSZ as libc::Ioctl, &raw const size) })
+}
+
+/// Lets the user `uid` use the TAP tied to `tun` without privileges, and nobody else.
 pub(super) fn tun_set_owner(tun: BorrowedFd<'_>, uid: u32) -> io::Result<()> {
-    // SAFETY: TUNSETOWNER takes its argument by value (a uid), reads no memory, and `tun` is open while borrowed.
-    let result =
-        unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETOWNER as libc::Ioctl, libc::c_ulong::from(uid)) };
-    check(result)
+    tun_set(tun, libc::TUNSETOWNER as libc::Ioctl, libc::c_ulong::from(uid))
 }
 
-/// Gives the interface an address. It gets the prefix of the address's class until [`set_prefix`]; while the interface is
-/// down no route is made of it.
+fn tun_set(tun: BorrowedFd<'_>, request: libc::Ioctl, value: libc::c_ulong) -> io::Result<()> {
+    // SAFETY: TUNSETOWNER, TUNSETPERSIST and TUNSETOFFLOAD take their argument by value and read no memory; `tun` is open
+    // while borrowed.
+    check(unsafe { libc::ioctl(tun.as_raw_fd(), request, value) })
+}
+
+/// The interface's first IPv4 address.
+pub(super) fn address(socket: BorrowedFd<'_>, name: &str) -> io::Result<Option<Ipv4Addr>> {
+    let mut request = request_for(name)?;
+    match ifreq_ioctl(socket, libc::SIOCGIFADDR, &mut request) {
+        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => return Ok(None),
+        result => result?,
+    }
+    // SAFETY: SIOCGIFADDR has written the union's member `ifru_addr`, plain bytes.
+    let address = unsafe { request.ifr_ifru.ifru_addr };
+    let mut octets = [0; 4];
+    for (to, from) in octets.iter_mut().zip(&address.sa_data[2..6]) {
+        *to = *from as u8;
+    }
+    Ok(Some(octets.into()))
+}
+
+/// Puts an address in the place of the interface's first one; zeroes delete it.
 pub(super) fn set_address(socket: BorrowedFd<'_>, name: &str, address: Ipv4Addr) -> io::Result<()> {
     let mut request = request_for(name)?;
     request.ifr_ifru.ifru_addr = ipv4_sockaddr(address);
     ifreq_ioctl(socket, libc::SIOCSIFADDR, &mut request)
-}
-
-/// Sets the prefix length of the interface's address, at most 32.
-pub(super) fn set_prefix(socket: BorrowedFd<'_>, name: &str, prefix: u8) -> io::Result<()> {
-    let mask = u32::MAX.checked_shl(32 - u32::from(prefix.min(32))).unwrap_or(0);
-    let mut request = request_for(name)?;
-    request.ifr_ifru.ifru_netmask = ipv4_sockaddr(Ipv4Addr::from_bits(mask));
-    ifreq_ioctl(socket, libc::SIOCSIFNETMASK, &mut request)
-}
-
-/// Sets the interface's MTU in bytes.
-pub(super) fn set_mtu(socket: BorrowedFd<'_>, name: &str, mtu: u32) -> io::Result<()> {
-    let mut request = request_for(name)?;
-    request.ifr_ifru.ifru_mtu = libc::c_int::try_from(mtu).map_err(io::Error::other)?;
-    ifreq_ioctl(socket, libc::SIOCSIFMTU, &mut request)
 }
 
 /// The interface's MTU in bytes.
@@ -62,16 +85,6 @@ pub(super) fn mtu(socket: BorrowedFd<'_>, name: &str) -> io::Result<u32> {
     // SAFETY: SIOCGIFMTU has written the union's member `ifru_mtu`, a plain integer.
     let mtu = unsafe { request.ifr_ifru.ifru_mtu };
     u32::try_from(mtu).map_err(io::Error::other)
-}
-
-/// Sets the interface up.
-pub(super) fn set_up(socket: BorrowedFd<'_>, name: &str) -> io::Result<()> {
-    let mut request = request_for(name)?;
-    ifreq_ioctl(socket, libc::SIOCGIFFLAGS, &mut request)?;
-    // SAFETY: SIOCGIFFLAGS has written the union's member `ifru_flags`, a plain integer.
-    let flags = unsafe { request.ifr_ifru.ifru_flags };
-    request.ifr_ifru.ifru_flags = flags | libc::IFF_UP as libc::c_short;
-    ifreq_ioctl(socket, libc::SIOCSIFFLAGS, &mut request)
 }
 
 /// Makes the child of `command` inherit `fd` under its present number. Only that child does: the flag is cleared in the child, after

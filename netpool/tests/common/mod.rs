@@ -2,20 +2,22 @@
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 pub mod frame;
+pub mod guest;
 
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::AsFd;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, unshare};
-use torpor_netpool::linux::{Firewall, Tap, TapOptions, attach, enable_forwarding};
-use torpor_netpool::{GuestNet, Mac, PoolConfig, Slot};
+use torpor_netpool::linux::{Firewall, Network, Tap, TapOptions, attach, enable_forwarding};
+use torpor_netpool::{Egress, GuestNet, Mac, PoolConfig, Slot};
 
 /// How long a packet that must arrive may take on a loaded machine, and how long one that must not is waited for.
 pub const PATIENCE: Duration = Duration::from_secs(5);
@@ -134,13 +136,29 @@ impl World {
 
     /// A guest in a slot, attached, that knows the host's MAC.
     pub fn guest(&self, slot: u32) -> RawGuest {
+        self.guest_with(slot, self.config.egress.clone())
+    }
+
+    /// The same, with an egress policy.
+    pub fn guest_with(&self, slot: u32, egress: Egress) -> RawGuest {
         let net = self.config.guest_net(&format!("sb-{slot}"), Slot(slot)).unwrap();
-        let mut guest = self.with_firewall(move |firewall| {
+        let net = GuestNet { egress, ..net };
+        let guest = self.with_firewall(move |firewall| {
             let tap = attach(firewall, &net, &TapOptions::default()).unwrap();
             RawGuest::new(tap, net)
         });
-        guest.gateway = guest.ask_arp(guest.net.host_ip, PATIENCE).expect("the host answers for its own end");
-        guest
+        guest.introduced()
+    }
+
+    /// The same, by a network with a stock of TAPs.
+    pub fn guest_of(&self, network: &Arc<Network>, slot: u32) -> RawGuest {
+        let net = self.config.guest_net(&format!("sb-{slot}"), Slot(slot)).unwrap();
+        let network = Arc::clone(network);
+        let guest = self.host.run(move || {
+            let tap = network.attach(&net, &TapOptions::default()).unwrap();
+            RawGuest::new(tap, net)
+        });
+        guest.introduced()
     }
 }
 
@@ -179,6 +197,12 @@ impl RawGuest {
     pub fn new(tap: Tap, net: GuestNet) -> RawGuest {
         let frames = File::from(tap.as_fd().try_clone_to_owned().unwrap());
         RawGuest { net, gateway: Mac([0; 6]), tap, frames }
+    }
+
+    /// Learns the host's MAC.
+    pub fn introduced(mut self) -> RawGuest {
+        self.gateway = self.ask_arp(self.net.host_ip, PATIENCE).expect("the host answers for its own end");
+        self
     }
 
     pub fn send(&mut self, frame: &[u8]) {
