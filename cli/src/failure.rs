@@ -139,10 +139,10 @@ fn indented(text: &str) -> String {
 /// The exit code of a step that failed while it was awaited: the same as if the gateway had answered with it.
 fn of_reason(reason: &str) -> u8 {
     match reason {
-        "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED"
+        "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED" | "CORRUPT"
         | "BACKEND_MISSING" | "UNSUPPORTED" => PRECONDITION,
         "INVALID" => USAGE,
-        "EXHAUSTED" => EXHAUSTED,
+        "EXHAUSTED" | "NO_SPACE" => EXHAUSTED,
         _ => FAILED,
     }
 }

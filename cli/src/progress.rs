@@ -7,6 +7,7 @@ use std::{
 };
 
 use tokio::task::JoinHandle;
+use torpor_sandbox::spec::size;
 use torpor_sdk::{phase, v1};
 
 use crate::output::clean;
@@ -22,6 +23,7 @@ pub struct Progress {
 struct Line {
     label: String,
     step: String,
+    amount: String,
     began: Instant,
     step_began: Instant,
 }
@@ -33,7 +35,13 @@ impl Progress {
             return Self { line: None, ticker: None };
         }
         let now = Instant::now();
-        let line = Line { label: clean(label), step: String::new(), began: now, step_began: now };
+        let line = Line {
+            label: clean(label),
+            step: String::new(),
+            amount: String::new(),
+            began: now,
+            step_began: now,
+        };
         let line = Arc::new(Mutex::new(line));
         let shared = Arc::clone(&line);
         let ticker = tokio::spawn(async move {
@@ -65,15 +73,25 @@ impl Progress {
             write(&format!("\r\x1b[K  {:<44} {}\n", line.step, seconds(line.step_began.elapsed())));
         }
         line.step = step;
+        line.amount.clear();
         line.step_began = Instant::now();
         line.draw();
+    }
+
+    /// How much of the step is done.
+    pub fn amount(&self, done: u64, total: u64) {
+        let Some(line) = &self.line else { return };
+        if total > 0 {
+            // Drawn with the next tick: these come often.
+            locked(line).amount = format!(" {} of {}", size(done), size(total));
+        }
     }
 }
 
 impl Line {
     fn draw(&self) {
         let elapsed = seconds(self.began.elapsed());
-        let text = format!("{}: {} ({elapsed})", self.label, self.step);
+        let text = format!("{}: {}{} ({elapsed})", self.label, self.step, self.amount);
         // A line that wraps can't be drawn over.
         let width = terminal_size::terminal_size_of(io::stderr()).map_or(80, |(w, _)| usize::from(w.0));
         let fits: String = text.chars().take(width.saturating_sub(1)).collect();

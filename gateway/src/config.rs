@@ -21,10 +21,16 @@ pub struct Config {
     pub default_driver: String,
     /// The guest agent; found beside the executable or in /usr/lib/torpor when empty.
     pub agent: PathBuf,
+    /// The program of the kvm machine, torpor-vmm; found beside the executable, in /usr/lib/torpor or in PATH when empty.
+    pub vmm: PathBuf,
+    /// First of the user ids that VM processes of the kvm machine run under, one for each slot; 0: as the gateway.
+    pub first_uid: u32,
     /// The vm driver's machine: "auto", "qemu" or "kvm".
     pub machine: String,
     /// How long a guest may take from its start to its agent's answer, seconds.
     pub boot_timeout_seconds: u64,
+    /// How long compute that no record knows may be there before it is ended, seconds; its storage stays.
+    pub orphan_grace_seconds: u64,
     /// Name servers for guests; the host's own when empty.
     pub nameservers: Vec<std::net::Ipv4Addr>,
     /// What a create need not say.
@@ -33,6 +39,9 @@ pub struct Config {
     pub network: PoolConfig,
     /// What all sandboxes together may use.
     pub limits: Limits,
+    /// Changes that share a commit, at most; 0: as many as is good. For measurements, not in files.
+    #[serde(skip)]
+    pub commit_group: usize,
 }
 
 /// What a create need not say.
@@ -71,11 +80,21 @@ pub struct Limits {
     pub memory_bytes: u64,
     /// Virtual CPUs of all that run, in percent of the host's.
     pub cpu_percent: u32,
+    /// Free space on the state directory's file system below which there is disk pressure, bytes; 0: 2 % of it, at least
+    /// 1 GiB.
+    pub disk_reserve_bytes: u64,
+}
+
+impl Limits {
+    /// The reserve, when one is configured.
+    pub fn disk_reserve(&self) -> Option<u64> {
+        (self.disk_reserve_bytes > 0).then_some(self.disk_reserve_bytes)
+    }
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { memory_bytes: 0, cpu_percent: 1600 }
+        Self { memory_bytes: 0, cpu_percent: 1600, disk_reserve_bytes: 0 }
     }
 }
 
@@ -88,12 +107,16 @@ impl Default for Config {
             drivers: vec!["vm".to_owned()],
             default_driver: String::new(),
             agent: PathBuf::new(),
+            vmm: PathBuf::new(),
+            first_uid: torpor_driver_vm::FIRST_UID,
             machine: "auto".to_owned(),
             boot_timeout_seconds: 60,
             nameservers: Vec::new(),
             defaults: Defaults::default(),
             network: PoolConfig::default(),
             limits: Limits::default(),
+            orphan_grace_seconds: 600,
+            commit_group: 0,
         }
     }
 }
@@ -194,6 +217,21 @@ impl Config {
             .map(|dir| [dir.join("guest/torpor-agent"), dir.join("torpor-agent")]);
         let places = beside.into_iter().flatten().chain([PathBuf::from("/usr/lib/torpor/torpor-agent")]);
         places.into_iter().find(|p| is_static(p))
+    }
+}
+
+impl Config {
+    /// torpor-vmm: as configured, else the first of those beside the executable, where packages put it, and in PATH.
+    pub fn find_vmm(&self) -> Option<PathBuf> {
+        const NAME: &str = "torpor-vmm";
+        if !self.vmm.as_os_str().is_empty() {
+            return Some(self.vmm.clone());
+        }
+        let exe = std::env::current_exe().ok();
+        let beside = exe.as_deref().and_then(Path::parent).map(Path::to_owned);
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let places = beside.into_iter().chain(["/usr/lib/torpor".into()]).chain(std::env::split_paths(&path));
+        places.map(|place| place.join(NAME)).find(|file| file.is_file())
     }
 }
 

@@ -10,13 +10,12 @@ use std::{
     time::Duration,
 };
 
-use nix::{
-    sys::statvfs::statvfs,
-    unistd::{AccessFlags, access},
-};
+use nix::unistd::{AccessFlags, access};
 use serde::Serialize;
 use serde_json::Value;
 use torpor_sandbox::spec::size;
+
+use crate::pressure::{ADVICE, Space};
 
 /// How long a program that is asked for its version may take.
 const ASK_LIMIT: Duration = Duration::from_secs(10);
@@ -74,6 +73,7 @@ pub fn run(state_dir: &Path) -> Vec<Check> {
     vec![
         privileges(&fs::read_to_string("/proc/self/status").unwrap_or_default()),
         kvm(),
+        vmm(),
         qemu(),
         tun(Path::new("/dev/net/tun")),
         nftables(),
@@ -115,17 +115,32 @@ fn kvm() -> Check {
     };
     let probe = torpor_driver_vm::probe::run(&program);
     if probe.usable {
-        Check::ok("kvm", "runs a 64-bit guest")
+        Check::ok("kvm", "runs a 64-bit guest: sandboxes run on the kvm machine unless they name another")
     } else {
         Check::warn("kvm", probe.reason, advice)
     }
 }
 
+/// The program of the kvm machine.
+fn vmm() -> Check {
+    let advice =
+        "install torpor-vmm beside torpor or in /usr/lib/torpor, or name it by `vmm` in the configuration";
+    let Some(program) = crate::Config::default().find_vmm() else {
+        return Check::warn("torpor-vmm", "not found: there is no kvm machine", advice);
+    };
+    let path = program.display().to_string();
+    match ask(&path, &["--version"]) {
+        Ok(text) => Check::ok("torpor-vmm", format!("{}: {path}", text.lines().next().unwrap_or_default())),
+        Err(problem) => Check::warn("torpor-vmm", problem, advice),
+    }
+}
+
+/// Needed where KVM can't be used.
 fn qemu() -> Check {
-    let advice = "apt-get install qemu-system-x86";
+    let advice = "apt-get install qemu-system-x86, for hosts whose KVM can't run a stock kernel";
     match ask("qemu-system-x86_64", &["--version"]) {
         Ok(text) => Check::ok("qemu", text.lines().next().unwrap_or_default()),
-        Err(problem) => Check::fail("qemu", problem, advice),
+        Err(problem) => Check::warn("qemu", problem, advice),
     }
 }
 
@@ -263,16 +278,18 @@ fn disk_space(state_dir: &Path) -> Check {
         );
     };
     let shown = existing.display();
-    match statvfs(existing) {
-        Ok(fs) => {
-            let free = fs.blocks_available() * fs.fragment_size();
-            let finding = format!("{} free in {shown}", size(free));
-            if free < SPACE_NEEDED {
+    match Space::of(existing, None) {
+        Ok(space) => {
+            let finding = format!("{} free in {shown}", size(space.free));
+            if space.free < SPACE_NEEDED {
                 let advice = format!(
                     "images and disks need at least {}; free some or use another --state-dir",
                     size(SPACE_NEEDED)
                 );
                 Check::warn(name, finding, advice)
+            } else if space.is_low() {
+                let finding = format!("{finding}, less than the reserve of {}", size(space.reserve));
+                Check::warn(name, finding, ADVICE)
             } else {
                 Check::ok(name, finding)
             }

@@ -6,6 +6,9 @@ use torpor_sandbox::{DriverError, Failure, InvalidSpec, Phase};
 
 use crate::store::{Record, StoreError};
 
+/// When a request that was refused for too much work at once may be made again.
+pub const RETRY_AFTER: std::time::Duration = std::time::Duration::from_millis(500);
+
 /// The status codes of the contract.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "gRPC's own names")]
@@ -64,9 +67,9 @@ impl ApiError {
     /// A sandbox that came to rest in Error instead of where it was sent.
     pub fn of_failure(record: &Record, failure: &Failure) -> Self {
         let code = match failure.reason.as_str() {
-            "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED"
+            "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED" | "CORRUPT"
             | "BACKEND_MISSING" | "UNSUPPORTED" | "INVALID" => Code::FailedPrecondition,
-            "EXHAUSTED" => Code::ResourceExhausted,
+            "EXHAUSTED" | "NO_SPACE" => Code::ResourceExhausted,
             _ => Code::Internal,
         };
         let error = Self::new(code, &failure.reason, format!("{} failed: {}", failure.step, failure.message));
@@ -133,6 +136,8 @@ pub fn next_command(reason: &str, name: &str) -> String {
         "MEMORY_MISSING" => format!("torpor start {name}"),
         "LOCKED" => format!("end the process that holds the disk, then: torpor resume {name}"),
         "EXHAUSTED" => "torpor list; suspend what is not needed".to_owned(),
+        "NO_SPACE" => "free space on the host; the sandbox goes on by itself then".to_owned(),
+        "CORRUPT" => format!("keep a copy of the disk's file, then: torpor sandbox disk show {name} --check"),
         _ => format!("torpor logs {name}; torpor resume {name}"),
     }
 }
@@ -174,6 +179,10 @@ impl From<StoreError> for ApiError {
             StoreError::NeverFits(_) => Self::new(Code::InvalidArgument, "NEVER_FITS", message),
             StoreError::BadToken(_) => Self::new(Code::InvalidArgument, "BAD_TOKEN", message),
             StoreError::CursorTooOld => Self::new(Code::OutOfRange, "CURSOR_TOO_OLD", message),
+            StoreError::Overloaded(_) => Self::new(Code::ResourceExhausted, "OVERLOADED", message)
+                .with("retry_after_ms", RETRY_AFTER.as_millis().to_string())
+                .with("next", "the same again in a moment"),
+            StoreError::Injected(_) => Self::new(Code::Unavailable, "INJECTED", message),
             StoreError::Closed => Self::new(Code::Unavailable, "SHUTTING_DOWN", message),
             _ => Self::internal(message),
         }
@@ -186,18 +195,27 @@ impl From<InvalidSpec> for ApiError {
     }
 }
 
+impl Code {
+    /// What a driver's failure is for whoever asked.
+    pub fn of_driver(error: &DriverError) -> Self {
+        match error {
+            DriverError::Missing
+            | DriverError::BaseMissing(_)
+            | DriverError::BaseChanged(_)
+            | DriverError::DataMissing(_)
+            | DriverError::Locked { .. }
+            | DriverError::Corrupt(_)
+            | DriverError::Unsupported(_) => Self::FailedPrecondition,
+            DriverError::Invalid(_) => Self::InvalidArgument,
+            DriverError::Exhausted(_) | DriverError::NoSpace(_) => Self::ResourceExhausted,
+            DriverError::Cancelled(_) => Self::Aborted,
+            _ => Self::Unavailable,
+        }
+    }
+}
+
 impl From<DriverError> for ApiError {
     fn from(error: DriverError) -> Self {
-        let code = match &error {
-            DriverError::Missing | DriverError::BaseMissing(_) | DriverError::BaseChanged(_) => {
-                Code::FailedPrecondition
-            }
-            DriverError::DataMissing(_) | DriverError::Locked { .. } => Code::FailedPrecondition,
-            DriverError::Unsupported(_) => Code::FailedPrecondition,
-            DriverError::Invalid(_) => Code::InvalidArgument,
-            DriverError::Exhausted(_) => Code::ResourceExhausted,
-            _ => Code::Unavailable,
-        };
-        Self::new(code, error.reason(), error.to_string())
+        Self::new(Code::of_driver(&error), error.reason(), error.to_string())
     }
 }

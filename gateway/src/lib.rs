@@ -5,16 +5,23 @@
 //! ```
 //! Only `store/` knows SQL, only `reconcile` calls a driver's verbs, only `api/` knows wire types.
 
+pub mod admin;
 mod api;
+mod byid;
 pub mod config;
+mod disks;
 pub mod doctor;
 mod drivers;
 mod error;
+mod maintenance;
+mod orphans;
+mod pressure;
 mod progress;
 mod reconcile;
 mod serve;
 mod service;
 mod sessions;
+pub mod simworld;
 mod store;
 
 pub use config::{Config, ConfigError};

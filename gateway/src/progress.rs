@@ -8,6 +8,8 @@ use std::{
 use tokio::sync::broadcast;
 use torpor_sandbox::SandboxId;
 
+use crate::byid::ById;
+
 /// A failure that is being retried.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trouble {
@@ -37,11 +39,12 @@ pub struct Now {
 pub struct Progress {
     now: Mutex<HashMap<SandboxId, Now>>,
     changed: broadcast::Sender<SandboxId>,
+    listeners: ById<()>,
 }
 
 impl Default for Progress {
     fn default() -> Self {
-        Self { now: Mutex::default(), changed: broadcast::channel(4096).0 }
+        Self { now: Mutex::default(), changed: broadcast::channel(4096).0, listeners: ById::default() }
     }
 }
 
@@ -59,6 +62,7 @@ impl Progress {
             before != *now
         };
         if changed {
+            self.listeners.send(id, || ());
             // Nobody listens.
             let _ = self.changed.send(id.clone());
         }
@@ -82,6 +86,11 @@ impl Progress {
     /// The present step.
     pub fn get(&self, id: &SandboxId) -> Option<Now> {
         self.lock().get(id).cloned()
+    }
+
+    /// Word that the step of one sandbox changed.
+    pub fn subscribe_to(&self, id: &SandboxId) -> broadcast::Receiver<()> {
+        self.listeners.subscribe(id)
     }
 
     /// Ids whose step changed.

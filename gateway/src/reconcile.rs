@@ -21,13 +21,16 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_netpool::policy::Want;
 use torpor_sandbox::{
     ComputeDriver, DriverError, Event, Exit, Failure, Keep, Observed, Phase, Run, SandboxId, State, Step,
-    lifecycle::step,
+    failpoint::hit, lifecycle::step,
 };
 
 use crate::{
     drivers::Drivers,
     error::with_causes,
+    maintenance::Maintenance,
+    pressure::Pressure,
     progress::{Progress, Trouble},
+    service::Service,
     sessions::Sessions,
     store::{Applied, Record, Store, StoreError},
 };
@@ -40,10 +43,14 @@ const BOOTS_PER_CPU: usize = 4;
 const STOPS: usize = 256;
 /// Creates and deletes at once.
 const OTHERS: usize = 64;
+/// Of those that wait for something of the host, so many look when something is given back.
+const FED_AT_ONCE: usize = 32;
 /// Longest message of a failure, characters.
 const LONGEST_MESSAGE: usize = 2000;
 /// Console kept with a failure, bytes.
 const CONSOLE_TAIL: usize = 4096;
+/// For an orphan's processes to end.
+const ORPHAN_GRACE: Duration = Duration::from_secs(10);
 const FIRST_DELAY: Duration = Duration::from_millis(200);
 const LONGEST_DELAY: Duration = Duration::from_secs(30);
 /// Ready sandboxes are looked at this often even when no hint comes.
@@ -55,6 +62,8 @@ pub struct Reconciler {
     drivers: Arc<Drivers>,
     progress: Arc<Progress>,
     sessions: Arc<Sessions>,
+    maintenance: Arc<Maintenance>,
+    pressure: Arc<Pressure>,
     workers: Mutex<HashMap<SandboxId, Arc<Worker>>>,
     /// Those that wait for something of the host.
     hungry: Mutex<HashSet<SandboxId>>,
@@ -113,27 +122,23 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Reconciler {
-    /// Nothing happens before [`Reconciler::run`].
-    pub fn new(
-        store: Arc<Store>,
-        drivers: Arc<Drivers>,
-        progress: Arc<Progress>,
-        sessions: Arc<Sessions>,
-        end: CancellationToken,
-    ) -> Arc<Self> {
+    /// For the same world as `service`. Nothing happens before [`Reconciler::run`].
+    pub fn new(service: &Service) -> Arc<Self> {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Arc::new(Self {
-            store,
-            drivers,
-            progress,
-            sessions,
+            store: service.store.clone(),
+            drivers: service.drivers.clone(),
+            progress: service.progress.clone(),
+            sessions: service.sessions.clone(),
+            maintenance: service.maintenance.clone(),
+            pressure: service.pressure.clone(),
             workers: Mutex::default(),
             hungry: Mutex::default(),
             boots: Semaphore::new(cpus * BOOTS_PER_CPU),
             stops: Semaphore::new(STOPS),
             others: Semaphore::new(OTHERS),
             tasks: TaskTracker::new(),
-            end,
+            end: service.end.clone(),
         })
     }
 
@@ -293,6 +298,9 @@ impl Reconciler {
         if let Some(delay) = restart_delay(&record) {
             return Turn::Later(delay);
         }
+        if hit("reconcile.turn").is_err() {
+            return Turn::Later(backoff.next());
+        }
         let observed = match driver.observe(id).await {
             Ok(observed) => observed,
             Err(error) => Observed::Unknown(error.to_string()),
@@ -325,6 +333,9 @@ impl Reconciler {
     /// At rest with nothing running: nothing may be lent either (an Error or Completed row that held a loan).
     async fn rest(&self, record: &Record, backoff: &mut Backoff) -> Turn {
         if matches!(record.state.phase, Phase::Error | Phase::Completed) {
+            if hit("reconcile.rest").is_err() {
+                return Turn::Later(backoff.next());
+            }
             match self.store.release(&record.id).await {
                 Ok(true) => self.feed_the_hungry(),
                 Ok(false) => {}
@@ -346,17 +357,23 @@ impl Reconciler {
         release: bool,
         backoff: &mut Backoff,
     ) -> Turn {
+        if hit("reconcile.write").is_err() {
+            return Turn::Later(backoff.next());
+        }
         let console = match &event {
             Event::Ended(ended) if matches!(ended.exit, Exit::Panic(_) | Exit::Lost(_)) => {
                 tail(driver, &record.id).await
             }
             _ => String::new(),
         };
-        match self
+        let written = self
             .store
             .happened(&record.id, record.version, event.clone(), why(&event), release, console)
-            .await
-        {
+            .await;
+        if hit("reconcile.written").is_err() {
+            return Turn::Later(backoff.next());
+        }
+        match written {
             Ok(Applied { gone: true, .. }) => {
                 tracing::info!(id = %record.id, name = record.name, "deleted");
                 self.feed_the_hungry();
@@ -383,11 +400,29 @@ impl Reconciler {
     }
 
     fn feed_the_hungry(&self) {
-        let hungry = std::mem::take(&mut *locked(&self.hungry));
+        // A few: the rest is fed by what comes after, or looks by itself.
+        let hungry: Vec<SandboxId> = {
+            let mut hungry = locked(&self.hungry);
+            let few = hungry.iter().take(FED_AT_ONCE).cloned().collect::<Vec<_>>();
+            hungry.retain(|id| !few.contains(id));
+            few
+        };
         let workers = locked(&self.workers);
         for id in hungry {
             if let Some(worker) = workers.get(&id) {
                 worker.poke.notify_one();
+            }
+        }
+    }
+
+    /// Ends compute that no record knows; its storage stays.
+    pub async fn end_orphan(&self, driver: &dyn ComputeDriver, id: &SandboxId) {
+        match driver.stop(id, Keep::Disk, ORPHAN_GRACE).await {
+            Ok(_) => {
+                tracing::warn!(%id, "compute that no record knows was ended; its disk is left where it is")
+            }
+            Err(error) => {
+                tracing::error!(%id, error = words(&error), "compute that no record knows can't be ended")
             }
         }
     }
@@ -402,7 +437,24 @@ impl Reconciler {
         backoff: &mut Backoff,
     ) -> Turn {
         self.progress.step(&record.id, step_name(&verb));
-        let mut doing = std::pin::pin!(self.perform(record, driver, &verb));
+        // While it waits for its turn a worker is small.
+        let mut place = Box::pin(async {
+            self.past_operations(record, &verb).await;
+            self.pool(&verb).acquire().await
+        });
+        let permit = loop {
+            tokio::select! {
+                permit = &mut place => break permit,
+                () = worker.poke.notified() => {
+                    if !self.still_wanted(record, &verb).await {
+                        return Turn::Again;
+                    }
+                }
+            }
+        };
+        drop(place);
+        let Ok(permit) = permit else { return Turn::Later(backoff.next()) };
+        let mut doing = Box::pin(self.perform(record, driver, &verb));
         let result = loop {
             tokio::select! {
                 result = &mut doing => break result,
@@ -414,6 +466,7 @@ impl Reconciler {
                 }
             }
         };
+        drop((doing, permit));
         match result {
             Ok(Done::Look) => Turn::Again,
             Ok(Done::Event { event, release }) => {
@@ -460,6 +513,16 @@ impl Reconciler {
         }
     }
 
+    /// How many verbs of a kind are done at once.
+    fn pool(&self, verb: &Step) -> &Semaphore {
+        match verb {
+            Step::Start(_) => &self.boots,
+            // Stops wait for guests, which may take their time: they have places of their own.
+            Step::Stop(_) => &self.stops,
+            _ => &self.others,
+        }
+    }
+
     async fn perform(
         &self,
         record: &Record,
@@ -467,19 +530,15 @@ impl Reconciler {
         verb: &Step,
     ) -> Result<Done, DriverError> {
         let (id, spec, state) = (&record.id, &record.spec, &record.state);
-        let pool = match verb {
-            Step::Start(_) => &self.boots,
-            // Stops wait for guests, which may take their time: they have places of their own.
-            Step::Stop(_) => &self.stops,
-            _ => &self.others,
-        };
-        let _permit = pool.acquire().await.map_err(|e| DriverError::backend("waiting for a turn", e))?;
         match verb {
             Step::Create => {
+                hit("reconcile.create")?;
                 driver.create(id, spec, state.run).await?;
+                hit("reconcile.created")?;
                 Ok(Done::Event { event: Event::Created, release: false })
             }
             Step::Start(from) => {
+                hit("reconcile.start")?;
                 if driver.capabilities().needs_loan {
                     let want = Want { cpus: spec.resources.cpus, memory_bytes: spec.resources.memory_bytes };
                     // Hungry first: what is given back from now on is not missed.
@@ -491,11 +550,15 @@ impl Reconciler {
                     })?;
                     locked(&self.hungry).remove(id);
                 }
+                hit("reconcile.lent")?;
                 driver.start(id, *from, state.run).await?;
+                hit("reconcile.started")?;
                 Ok(Done::Event { event: Event::Started(state.run), release: false })
             }
             Step::Stop(keep) => {
+                hit("reconcile.stop")?;
                 let stopped = driver.stop(id, *keep, spec.stop_grace).await?;
+                hit("reconcile.stopped")?;
                 if let Some(detail) = &stopped.detail {
                     tracing::warn!(%id, flushed = stopped.flushed, detail, "stopped, but not as asked");
                 }
@@ -503,12 +566,34 @@ impl Reconciler {
                 Ok(Done::Event { event, release: true })
             }
             Step::Delete => {
+                hit("reconcile.delete")?;
                 driver.delete(id).await?;
+                hit("reconcile.deleted")?;
                 // The record goes with the next turn, which sees that nothing is left.
                 self.store.release(id).await.map_err(|e| DriverError::backend("giving back the loan", e))?;
+                hit("reconcile.delete_released")?;
                 Ok(Done::Look)
             }
             Step::Rest | Step::Wait | Step::Happened(_) => Ok(Done::Look),
+        }
+    }
+
+    /// Waits until no operation works on the sandbox's disk.
+    async fn past_operations(&self, record: &Record, verb: &Step) {
+        let (id, mut waited) = (&record.id, false);
+        let asked = match record.state.phase {
+            Phase::Deleting => "delete",
+            Phase::Resuming => "resume",
+            Phase::Suspending | Phase::Stopping => "stop",
+            _ => "start",
+        };
+        let tell = |text| {
+            waited = true;
+            self.progress.step(id, text);
+        };
+        self.maintenance.make_way(id, asked, tell).await;
+        if waited {
+            self.progress.step(id, step_name(verb));
         }
     }
 
@@ -523,7 +608,10 @@ impl Reconciler {
         let id = &record.id;
         let reason = error.reason();
         let message = words(&error);
-        let exhausted = matches!(error, DriverError::Exhausted(_));
+        let exhausted = error.waits_for_host();
+        if matches!(error, DriverError::NoSpace(_)) {
+            self.pressure.note_failure();
+        }
         let retry = match verb {
             // What is to be stopped or removed is stopped or removed, however long it takes; what can't work by
             // its nature is given up.

@@ -8,6 +8,7 @@ use std::{
     time::SystemTime,
 };
 
+use futures::{StreamExt as _, TryStreamExt as _};
 use nix::fcntl::{Flock, FlockArg};
 use tokio::{net::UnixListener, task::JoinHandle};
 use tokio_stream::wrappers::UnixListenerStream;
@@ -20,8 +21,9 @@ use torpor_proto::v1::{
     gateway_server::GatewayServer, images_server::ImagesServer, sandboxes_server::SandboxesServer,
 };
 use torpor_sandbox::{
-    ComputeDriver, Event, Observed, Phase, SandboxId,
-    sim::{Script, SimDriver},
+    ComputeDriver, Event, Phase, SandboxId,
+    failpoint::{self, hit},
+    sim::Script,
     spec::HostLimits,
 };
 
@@ -29,11 +31,14 @@ use crate::{
     api::{GatewayApi, ImagesApi, SandboxesApi},
     config::{Config, ConfigError},
     drivers::Drivers,
+    orphans::Orphans,
+    pressure::Pressure,
     progress::Progress,
     reconcile::Reconciler,
     service::Service,
     sessions::Sessions,
-    store::{PoolLimits, Store, StoreError},
+    simworld,
+    store::{PoolLimits, Store, StoreError, rescue},
 };
 
 /// Largest message of a client, bytes; exec streams in pieces of their own.
@@ -44,6 +49,8 @@ const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 1 << 30;
 /// How often the network of running sandboxes is looked after.
 const TEND: std::time::Duration = std::time::Duration::from_secs(5);
+/// Ready sandboxes that a restart of the host is noted of at once.
+const NOTED_AT_ONCE: usize = 256;
 /// For requests and turns to end when the gateway does.
 const DRAIN: std::time::Duration = std::time::Duration::from_secs(5);
 
@@ -63,6 +70,9 @@ pub enum ServeError {
     /// The vm driver.
     #[error("vm driver: {0}")]
     Vm(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The sim driver's world.
+    #[error("sim driver: its world below the state directory: {0}")]
+    Sim(#[source] std::io::Error),
     /// The guest agent's program.
     #[error(
         "no static guest agent 'torpor-agent' was found where the configuration's `agent` says, beside the executable or in /usr/lib/torpor; build it with `cargo xtask agent`"
@@ -85,7 +95,7 @@ pub enum ServeError {
         path: PathBuf,
     },
     /// A new database beside old disks.
-    #[error("the database is new, but {} holds the disks of {count} sandboxes: restore torpor.db (with torpor.db-wal, if there is one), or move that folder away to begin anew", sandboxes.display())]
+    #[error("the database is new, but {} holds the disks of {count} sandboxes: restore torpor.db (with torpor.db-wal, if there is one), or a copy of it (torpor admin restore FILE), or make it anew from that folder (torpor admin rebuild), or move the folder away to begin anew", sandboxes.display())]
     LostDatabase {
         /// Disks.
         count: usize,
@@ -161,9 +171,14 @@ impl Gateway {
         let socket = config.socket().unwrap_or_default();
         let limits = pool_limits(&config, host);
         let budget = limits.budget.clone();
-        let store = Arc::new(Store::open(&config.state_dir, limits)?);
+        let store = Arc::new(match config.commit_group {
+            0 => Store::open(&config.state_dir, limits)?,
+            group => Store::open_in_groups(&config.state_dir, limits, group)?,
+        });
+        hit("serve.store_opened").map_err(StoreError::from)?;
         // Before anything of the host is touched: another gateway may be there.
         let listener = listen(&socket)?;
+        hit("serve.listening").map_err(StoreError::from)?;
         let end = CancellationToken::new();
         refuse_lost_database(&store, &config.state_dir).await?;
         let pool = match own {
@@ -174,14 +189,19 @@ impl Gateway {
             Some(drivers) => Drivers::new(drivers, config.default_driver()),
             None => open_drivers(&config, &store, &end).await?,
         };
+        hit("serve.drivers_opened").map_err(StoreError::from)?;
         let gateway_id = identify(&store).await?;
+        hit("serve.identified").map_err(StoreError::from)?;
         notice_host_restart(&store).await?;
+        hit("serve.host_noticed").map_err(StoreError::from)?;
         let drivers = Arc::new(drivers);
         let service = Arc::new(Service {
             store: store.clone(),
             drivers: drivers.clone(),
             progress: Arc::new(Progress::default()),
             sessions: Arc::new(Sessions::default()),
+            maintenance: Arc::default(),
+            pressure: Arc::new(Pressure::new(config.state_dir.clone(), config.limits.disk_reserve())),
             images: Catalog::open(&config.state_dir)?,
             kernels: Kernels::open(&config.state_dir)?,
             image_gate: tokio::sync::RwLock::default(),
@@ -191,17 +211,23 @@ impl Gateway {
             budget,
             end: end.clone(),
         });
-        let reconciler = Reconciler::new(
-            store.clone(),
-            service.drivers.clone(),
-            service.progress.clone(),
-            service.sessions.clone(),
-            end.clone(),
-        );
+        let reconciler = Reconciler::new(&service);
+        if let Some(armed) = failpoint::armed() {
+            tracing::warn!(armed, "this gateway was built with failpoints, for tests");
+        }
+        let orphan_grace = config.orphan_grace_seconds;
         let server = tokio::spawn(run_server(listener, service, gateway_id, config, end.clone()));
         let turns = tokio::spawn(reconciler.clone().run());
         // It looks at every record and disk, so nobody waits for it.
-        tokio::spawn(warn_of_orphans(store.clone(), drivers, end.clone()));
+        let orphans = Orphans {
+            store: store.clone(),
+            drivers,
+            reconciler: reconciler.clone(),
+            grace: std::time::Duration::from_secs(orphan_grace),
+            end: end.clone(),
+        };
+        tokio::spawn(orphans.look_after());
+        hit("serve.started").map_err(StoreError::from)?;
         Ok(Self { end, server, turns, reconciler, store, socket, _pool: pool })
     }
 
@@ -318,7 +344,9 @@ async fn open_drivers(
     let mut drivers: Vec<Arc<dyn ComputeDriver>> = Vec::new();
     for name in &config.drivers {
         match name.as_str() {
-            "sim" => drivers.push(SimDriver::new(Script::default())),
+            "sim" => {
+                drivers.push(simworld::open(&config.state_dir, Script::default()).map_err(ServeError::Sim)?)
+            }
             _ => {
                 let driver = open_vm_driver(config, store).await?;
                 tokio::spawn(tend(driver.clone(), end.clone()));
@@ -338,6 +366,8 @@ async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDri
             .filter(|agent| crate::config::is_static(agent))
             .ok_or(ServeError::NoAgent)?,
         machine: config.machine.clone(),
+        vmm: config.find_vmm(),
+        first_uid: config.first_uid,
         probe: std::env::current_exe().ok(),
         boot_timeout: std::time::Duration::from_secs(config.boot_timeout_seconds),
         nameservers: config.nameservers.clone(),
@@ -405,38 +435,12 @@ async fn refuse_lost_database(store: &Arc<Store>, state_dir: &Path) -> Result<()
     Ok(())
 }
 
-/// Storage or compute that no record knows is left alone and said.
-async fn warn_of_orphans(store: Arc<Store>, drivers: Arc<Drivers>, end: CancellationToken) {
-    for driver in drivers.all() {
-        let name = driver.capabilities().name;
-        let (ids, known) = match (driver.list().await, store.all_ids().await) {
-            (Ok(ids), Ok(known)) => (ids, known),
-            (Err(error), _) => {
-                tracing::error!(driver = name, %error, "cannot list what the driver has");
-                continue;
-            }
-            (_, Err(error)) => {
-                tracing::error!(%error, "cannot list the records");
-                continue;
-            }
-        };
-        for id in ids.iter().filter(|id| !known.contains(id)) {
-            // Deleted while this was looking.
-            let gone = matches!(driver.observe(id).await, Ok(Observed::Missing));
-            if gone || end.is_cancelled() {
-                continue;
-            }
-            tracing::warn!(driver = name, %id, "no record knows this sandbox; its disk is left where it is");
-        }
-    }
-}
-
 /// New with every state directory.
 async fn identify(store: &Arc<Store>) -> Result<String, StoreError> {
     if let Some(id) = store.meta("gateway_id").await? {
         return Ok(id);
     }
-    let id = SandboxId::generate().as_str().replacen("sb-", "gw-", 1);
+    let id = rescue::gateway_id();
     store.set_meta("gateway_id", id.clone()).await?;
     Ok(id)
 }
@@ -450,10 +454,14 @@ async fn notice_host_restart(store: &Arc<Store>) -> Result<(), StoreError> {
         return Ok(());
     }
     if before.is_some() {
-        for id in store.in_phase(Phase::Ready).await? {
+        let ready = store.in_phase(Phase::Ready).await?;
+        // Side by side, so that they share commits.
+        let noted = futures::stream::iter(ready).map(|id| async move {
+            hit("serve.host_restart")?;
             let why = "host was restarted".to_owned();
-            store.request(id.to_string(), Event::HostRestarted, why, None, None).await?;
-        }
+            store.note(id.to_string(), Event::HostRestarted, why).await
+        });
+        noted.buffer_unordered(NOTED_AT_ONCE).try_for_each(|_| async { Ok(()) }).await?;
     }
     store.set_meta("boot_id", boot).await
 }

@@ -10,6 +10,7 @@ use torpor_netpool::policy::Budget;
 use torpor_sandbox::{
     ComputeDriver, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId, SandboxName,
     SandboxSpec,
+    failpoint::hit,
     lifecycle::may_reach,
     spec::{HostLimits, validate_labels},
 };
@@ -18,6 +19,8 @@ use crate::{
     config::Defaults,
     drivers::Drivers,
     error::{ApiError, Code},
+    maintenance::Maintenance,
+    pressure::{ADVICE, Pressure, Space},
     progress::{Now, Progress},
     sessions::Sessions,
     store::{Applied, NewSandbox, Record, RequestKey, Store, StoreError},
@@ -33,6 +36,10 @@ pub struct Service {
     pub progress: Arc<Progress>,
     /// Connections to running sandboxes.
     pub sessions: Arc<Sessions>,
+    /// Operations on disks under way.
+    pub maintenance: Arc<Maintenance>,
+    /// How full the host's disk is.
+    pub pressure: Arc<Pressure>,
     /// Images.
     pub images: Catalog,
     /// Guest kernels.
@@ -108,6 +115,8 @@ pub struct View {
     pub facts: Facts,
     /// As being done.
     pub now: Option<Now>,
+    /// The file system of the disks, when it is nearly full.
+    pub pressed: Option<Space>,
 }
 
 /// What a delete came to.
@@ -127,7 +136,11 @@ const GENERATED_NAMES: usize = 4;
 const REQUEST_ID: usize = 128;
 
 /// `asked` is whatever makes the request what it is.
-fn request_key(id: Option<String>, verb: &'static str, asked: &str) -> Result<Option<RequestKey>, ApiError> {
+pub(crate) fn request_key(
+    id: Option<String>,
+    verb: &'static str,
+    asked: &str,
+) -> Result<Option<RequestKey>, ApiError> {
     match id {
         Some(id) if id.len() > REQUEST_ID || id.contains(char::is_control) => {
             Err(ApiError::invalid("request_id", format!("at most {REQUEST_ID} printable bytes")))
@@ -162,7 +175,12 @@ impl Service {
         let spec = self.resolve(wish, &name).await?;
         spec.validate(self.host)?;
         self.fits(&spec)?;
-        self.driver(&spec.driver)?.check(&spec)?;
+        let driver = self.driver(&spec.driver)?;
+        driver.check(&spec)?;
+        if driver.disks().is_some() {
+            self.room_for_disk()?;
+        }
+        hit("service.create").map_err(StoreError::from)?;
         let mut new = NewSandbox { id: SandboxId::generate(), name: name.to_string(), labels, spec };
         for _ in 0..GENERATED_NAMES {
             match self.store.create(new.clone(), request.clone()).await {
@@ -249,7 +267,7 @@ impl Service {
         })
     }
 
-    fn driver(&self, name: &str) -> Result<Arc<dyn ComputeDriver>, ApiError> {
+    pub(crate) fn driver(&self, name: &str) -> Result<Arc<dyn ComputeDriver>, ApiError> {
         self.drivers.get(name).ok_or_else(|| {
             let problem = format!(
                 "'{}' is not one of this gateway's: {}",
@@ -278,9 +296,12 @@ impl Service {
                 return Err(error.about(&record).with("next", format!("torpor suspend {}", record.name)));
             }
         }
+        hit("service.request").map_err(StoreError::from)?;
         let why = format!("{} requested", request.verb());
         let event = Event::Request(request);
-        Ok(self.store.request(target.sandbox, event, why, target.expected_version, key).await?)
+        let applied = self.store.request(target.sandbox, event, why, target.expected_version, key).await?;
+        hit("service.requested").map_err(StoreError::from)?;
+        Ok(applied)
     }
 
     /// Writes that a sandbox is to be deleted.
@@ -311,8 +332,8 @@ impl Service {
     /// The failure that put it into Error, `ABORTED` when it was turned round, `RESOURCE_EXHAUSTED` while the host has
     /// nothing left for it, `NOT_FOUND` when it was deleted.
     pub async fn wait(&self, id: &SandboxId, wanted: Phase) -> Result<Arc<Record>, ApiError> {
-        let mut changes = self.store.subscribe();
-        let mut steps = self.progress.subscribe();
+        let mut changes = self.store.subscribe_to(id);
+        let mut steps = self.progress.subscribe_to(id);
         loop {
             let record = Arc::new(self.store.get(id.as_str()).await?);
             if record.state.phase == wanted
@@ -325,29 +346,26 @@ impl Service {
             }
             if record.state.phase.is_booting()
                 && let Some(trouble) = self.progress.get(id).and_then(|now| now.trouble)
-                && trouble.reason == "EXHAUSTED"
+                && ["EXHAUSTED", "NO_SPACE"].contains(&trouble.reason.as_str())
             {
+                let full = trouble.reason == "NO_SPACE";
                 let message =
                     format!("{}; the sandbox goes on by itself when there is more", trouble.message);
                 let error = ApiError::new(Code::ResourceExhausted, trouble.reason, message).about(&record);
-                return Err(error.with("next", "torpor list; suspend what is not needed"));
+                let next = if full { ADVICE } else { "torpor list; suspend what is not needed" };
+                return Err(error.with("next", next));
             }
-            loop {
-                let again = tokio::select! {
-                    change = changes.recv() => match change {
-                        // A phase that lasts but a moment, since a turn-round follows, is seen here and nowhere else.
-                        Ok(change) if change.record.id == *id && change.record.state.phase == wanted => {
-                            return Ok(change.record);
-                        }
-                        Ok(change) => change.record.id == *id,
-                        Err(RecvError::Lagged(_)) => true,
-                        Err(RecvError::Closed) => return Err(StoreError::Closed.into()),
-                    },
-                    step = steps.recv() => step.map_or(true, |step| step == *id),
-                };
-                if again {
-                    break;
-                }
+            tokio::select! {
+                change = changes.recv() => match change {
+                    // A phase that lasts but a moment, since a turn-round follows, is seen here and nowhere else.
+                    Ok(change) if change.record.state.phase == wanted => return Ok(change.record),
+                    Ok(_) | Err(RecvError::Lagged(_)) => {}
+                    Err(RecvError::Closed) => changes = self.store.subscribe_to(id),
+                },
+                step = steps.recv() => if matches!(step, Err(RecvError::Closed)) {
+                    steps = self.progress.subscribe_to(id);
+                },
+                () = self.end.cancelled() => return Err(StoreError::Closed.into()),
             }
         }
     }
@@ -357,19 +375,18 @@ impl Service {
     /// # Errors
     /// The database's.
     pub async fn wait_gone(&self, id: &SandboxId) -> Result<(), ApiError> {
-        let mut changes = self.store.subscribe();
+        let mut changes = self.store.subscribe_to(id);
         loop {
             match self.store.get(id.as_str()).await {
                 Err(StoreError::NotFound(_)) => return Ok(()),
                 other => drop(other?),
             }
-            loop {
-                match changes.recv().await {
-                    Ok(change) if change.record.id == *id => break,
-                    Ok(_) => {}
-                    Err(RecvError::Lagged(_)) => break,
-                    Err(RecvError::Closed) => return Err(StoreError::Closed.into()),
-                }
+            tokio::select! {
+                change = changes.recv() => match change {
+                    Ok(_) | Err(RecvError::Lagged(_)) => {}
+                    Err(RecvError::Closed) => changes = self.store.subscribe_to(id),
+                },
+                () = self.end.cancelled() => return Err(StoreError::Closed.into()),
             }
         }
     }
@@ -381,7 +398,8 @@ impl Service {
             None => Facts::default(),
         };
         let now = self.progress.get(&record.id);
-        View { record, facts, now }
+        let pressed = self.pressure.look().filter(Space::is_low);
+        View { record, facts, now, pressed }
     }
 
     /// The gRPC channel to the agent of a Ready sandbox, and the token that ends when it leaves Ready.

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use tonic::transport::Channel;
 
 use crate::{
+    disk::DiskCare,
     id::{Run, SandboxId},
     lifecycle::Keep,
     spec::SandboxSpec,
@@ -27,6 +28,11 @@ pub trait ComputeDriver: Send + Sync + 'static {
     /// `Unsupported` or `Invalid`, naming the field.
     fn check(&self, _spec: &SandboxSpec) -> Result<(), DriverError> {
         Ok(())
+    }
+
+    /// The care of disks, of a driver that has any of its own.
+    fn disks(&self) -> Option<&dyn DiskCare> {
+        None
     }
 
     /// Makes the storage of a sandbox; nothing runs afterwards. A repeat with another spec updates the stored spec.
@@ -126,9 +132,18 @@ pub enum DriverError {
         /// The path.
         detail: String,
     },
+    /// The workspace disk contradicts itself.
+    #[error("the workspace disk is damaged: {0}")]
+    Corrupt(String),
     /// The host has no more of something; the sandbox waits for it.
     #[error("exhausted: {0}")]
     Exhausted(String),
+    /// The host's file system is full; the sandbox waits until it isn't.
+    #[error("the host's disk is full: {0}")]
+    NoSpace(String),
+    /// Whoever watched an operation ended it.
+    #[error("{0} was cancelled")]
+    Cancelled(&'static str),
     /// This backend can't do it.
     #[error("not supported: {0}")]
     Unsupported(String),
@@ -172,7 +187,10 @@ impl DriverError {
             Self::BaseChanged(_) => "BASE_CHANGED",
             Self::DataMissing(_) => "DATA_MISSING",
             Self::Locked { .. } => "LOCKED",
+            Self::Corrupt(_) => "CORRUPT",
             Self::Exhausted(_) => "EXHAUSTED",
+            Self::NoSpace(_) => "NO_SPACE",
+            Self::Cancelled(_) => "CANCELLED",
             Self::Unsupported(_) => "UNSUPPORTED",
             Self::Invalid(_) => "INVALID",
             Self::Failed { .. } => "RUN_FAILED",
@@ -182,7 +200,12 @@ impl DriverError {
 
     /// Whether the same call may succeed later without anybody doing anything.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Exhausted(_) | Self::Backend { .. })
+        self.waits_for_host() || matches!(self, Self::Backend { .. })
+    }
+
+    /// Whether it is the host that lacks something: to be waited for, however long it takes.
+    pub fn waits_for_host(&self) -> bool {
+        matches!(self, Self::Exhausted(_) | Self::NoSpace(_))
     }
 }
 

@@ -4,12 +4,15 @@
 //! and pods live; `sim` a driver that only pretends, for tests; `conformance` the list that any driver must pass.
 
 pub mod conformance;
+pub mod disk;
 pub mod driver;
+pub mod failpoint;
 pub mod id;
 pub mod lifecycle;
 pub mod sim;
 pub mod spec;
 
+pub use disk::{DiskCare, DiskFormat, DiskReport};
 pub use driver::{Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, Facts, Observed, Stopped};
 pub use id::{InvalidName, Run, SandboxId, SandboxName};
 pub use lifecycle::{Event, Failure, Keep, Phase, Refusal, Request, State, Step};

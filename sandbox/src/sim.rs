@@ -4,20 +4,28 @@
 use std::{
     collections::BTreeMap,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use async_trait::async_trait;
 use futures::{Stream, StreamExt as _};
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
+use serde::{Deserialize, Serialize};
 use tokio::sync::broadcast;
 
 use crate::{
+    disk::{
+        Compacted, Compaction, DiskCare, DiskCheck, DiskFormat, DiskPiece, DiskReport, DiskSink, DiskWatch,
+    },
     driver::{
         Capabilities, Change, ComputeDriver, DiskFacts, DriverError, Ended, Exit, Facts, HostFacts, Observed,
         Stopped,
     },
+    failpoint::hit,
     id::{Run, SandboxId},
     lifecycle::Keep,
     spec::SandboxSpec,
@@ -36,7 +44,12 @@ pub enum Verb {
     Delete,
     /// `observe`
     Observe,
+    /// Any operation on a disk
+    Disk,
 }
+
+/// How often an operation on a disk that is held up asks whether to go on.
+const HELD_UP: Duration = Duration::from_millis(5);
 
 /// How the pretended world behaves.
 #[derive(Clone, Debug)]
@@ -71,22 +84,62 @@ impl Default for Script {
     }
 }
 
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Compute {
     run: Run,
     agent: bool,
     exit: Option<Exit>,
+    /// Somebody else started it, perhaps in the middle of a verb: not the caller's fault.
+    foreign: bool,
 }
 
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct World {
     storage: bool,
     disk_id: u64,
+    disk_bytes: u64,
     memory: bool,
     compute: Option<Compute>,
     last_run: Run,
+    /// How a run ends as soon as it is up.
+    ends: Option<Exit>,
+    #[serde(skip)]
     busy: u32,
 }
+
+/// A piece of the pretended world that outlives its process: what one sandbox has come to, or what went against the
+/// contract.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Kept(KeptPiece);
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum KeptPiece {
+    World(SandboxId, World),
+    Violation(String),
+}
+
+impl Kept {
+    /// The violation, if it is one.
+    pub fn violation(&self) -> Option<&str> {
+        match &self.0 {
+            KeptPiece::Violation(text) => Some(text),
+            KeptPiece::World(..) => None,
+        }
+    }
+
+    /// A sandbox, the number of its disk if it has one, and whether its compute runs.
+    pub fn sandbox(&self) -> Option<(&SandboxId, Option<u64>, bool)> {
+        match &self.0 {
+            KeptPiece::Violation(_) => None,
+            KeptPiece::World(id, world) => {
+                Some((id, world.storage.then_some(world.disk_id), world.compute.is_some()))
+            }
+        }
+    }
+}
+
+/// Puts a piece where the next process finds it.
+pub type Keeper = Box<dyn FnMut(&Kept) + Send>;
 
 struct Inner {
     script: Script,
@@ -95,25 +148,51 @@ struct Inner {
     disks: u64,
     planned: Vec<(Verb, DriverError)>,
     calls: BTreeMap<Verb, u64>,
+    /// Calls under way, and the most there were at once.
+    at_once: BTreeMap<Verb, (u64, u64)>,
     violations: Vec<String>,
+    keeper: Option<Keeper>,
+}
+
+impl Inner {
+    /// What `id` has come to outlives the process from now on.
+    fn keep(&mut self, id: &SandboxId) {
+        if let Some(keeper) = &mut self.keeper {
+            let world = self.worlds.get(id).cloned().unwrap_or_default();
+            keeper(&Kept(KeptPiece::World(id.clone(), world)));
+        }
+    }
+
+    fn violation(&mut self, text: String) {
+        if let Some(keeper) = &mut self.keeper {
+            keeper(&Kept(KeptPiece::Violation(text.clone())));
+        }
+        self.violations.push(text);
+    }
 }
 
 /// See the module.
 pub struct SimDriver {
     inner: Mutex<Inner>,
     hints: broadcast::Sender<SandboxId>,
+    disks_held: AtomicBool,
 }
 
 /// Notes that a verb is no longer under way, also when its future is dropped.
 struct Busy<'a> {
     driver: &'a SimDriver,
     id: SandboxId,
+    verb: Verb,
 }
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        if let Some(world) = self.driver.lock().worlds.get_mut(&self.id) {
+        let mut inner = self.driver.lock();
+        if let Some(world) = inner.worlds.get_mut(&self.id) {
             world.busy = world.busy.saturating_sub(1);
+        }
+        if let Some((now, _)) = inner.at_once.get_mut(&self.verb) {
+            *now = now.saturating_sub(1);
         }
     }
 }
@@ -121,17 +200,37 @@ impl Drop for Busy<'_> {
 impl SimDriver {
     /// A world with nothing in it.
     pub fn new(script: Script) -> Arc<Self> {
+        Self::with(script, [], None)
+    }
+
+    /// The world that an earlier process has kept, piece by piece, and that is kept on.
+    pub fn outliving(script: Script, kept: impl IntoIterator<Item = Kept>, keeper: Keeper) -> Arc<Self> {
+        Self::with(script, kept, Some(keeper))
+    }
+
+    fn with(script: Script, kept: impl IntoIterator<Item = Kept>, keeper: Option<Keeper>) -> Arc<Self> {
+        let (mut worlds, mut violations) = (BTreeMap::new(), Vec::new());
+        for piece in kept {
+            match piece.0 {
+                KeptPiece::World(id, world) => drop(worlds.insert(id, world)),
+                KeptPiece::Violation(text) => violations.push(text),
+            }
+        }
+        let disks = worlds.values().map(|world| world.disk_id).max().unwrap_or_default();
         let rng = StdRng::seed_from_u64(script.seed);
         let inner = Inner {
             script,
             rng,
-            worlds: BTreeMap::new(),
-            disks: 0,
+            worlds,
+            disks,
             planned: Vec::new(),
             calls: BTreeMap::new(),
-            violations: Vec::new(),
+            at_once: BTreeMap::new(),
+            violations,
+            keeper,
         };
-        Arc::new(Self { inner: Mutex::new(inner), hints: broadcast::channel(4096).0 })
+        let (hints, disks_held) = (broadcast::channel(4096).0, AtomicBool::new(false));
+        Arc::new(Self { inner: Mutex::new(inner), hints, disks_held })
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -153,6 +252,29 @@ impl SimDriver {
         self.lock().calls.get(&verb).copied().unwrap_or_default()
     }
 
+    /// How many calls of `verb` were under way at once, at most.
+    pub fn most_at_once(&self, verb: Verb) -> u64 {
+        self.lock().at_once.get(&verb).map_or(0, |(_, most)| *most)
+    }
+
+    /// A hint about nothing: somebody looks.
+    pub fn poke(&self, id: &SandboxId) {
+        self.hint(id);
+    }
+
+    /// Compute of the last run appears that nobody asked for, where there is a disk and none runs.
+    pub fn intrude(&self, id: &SandboxId) {
+        let mut inner = self.lock();
+        if let Some(world) =
+            inner.worlds.get_mut(id).filter(|w| w.storage && w.compute.is_none() && w.busy == 0)
+        {
+            world.compute = Some(Compute { run: world.last_run, agent: true, exit: None, foreign: true });
+        }
+        inner.keep(id);
+        drop(inner);
+        self.hint(id);
+    }
+
     /// What went against the contract, so far.
     pub fn violations(&self) -> Vec<String> {
         self.lock().violations.clone()
@@ -164,6 +286,12 @@ impl SimDriver {
         inner.worlds.iter().filter(|(_, w)| w.compute.is_some()).map(|(id, _)| id.clone()).collect()
     }
 
+    /// Sandboxes that have storage.
+    pub fn stored(&self) -> Vec<SandboxId> {
+        let inner = self.lock();
+        inner.worlds.iter().filter(|(_, w)| w.storage).map(|(id, _)| id.clone()).collect()
+    }
+
     /// Tells disks apart: the same number means the same disk.
     pub fn disk_id(&self, id: &SandboxId) -> Option<u64> {
         self.lock().worlds.get(id).filter(|w| w.storage).map(|w| w.disk_id)
@@ -171,32 +299,71 @@ impl SimDriver {
 
     /// The main command or the compute ends by itself.
     pub fn end(&self, id: &SandboxId, exit: Exit) {
-        if let Some(compute) = self.lock().worlds.get_mut(id).and_then(|w| w.compute.as_mut()) {
+        let mut inner = self.lock();
+        if let Some(compute) = inner.worlds.get_mut(id).and_then(|w| w.compute.as_mut()) {
             compute.exit.get_or_insert(exit);
         }
+        inner.keep(id);
+        drop(inner);
         self.hint(id);
     }
 
     /// Compute vanishes without a trace, as after a restart of the host.
     pub fn vanish(&self, id: &SandboxId) {
-        if let Some(world) = self.lock().worlds.get_mut(id) {
+        let mut inner = self.lock();
+        if let Some(world) = inner.worlds.get_mut(id) {
             world.compute = None;
         }
+        inner.keep(id);
+        drop(inner);
         self.hint(id);
     }
 
     /// The disk vanishes.
     pub fn lose_storage(&self, id: &SandboxId) {
-        if let Some(world) = self.lock().worlds.get_mut(id) {
+        let mut inner = self.lock();
+        if let Some(world) = inner.worlds.get_mut(id) {
             world.storage = false;
         }
+        inner.keep(id);
+        drop(inner);
         self.hint(id);
     }
 
     /// The memory image vanishes.
     pub fn lose_memory(&self, id: &SandboxId) {
-        if let Some(world) = self.lock().worlds.get_mut(id) {
+        let mut inner = self.lock();
+        if let Some(world) = inner.worlds.get_mut(id) {
             world.memory = false;
+        }
+        inner.keep(id);
+    }
+
+    /// Operations on disks come to no end from now on, or do so again. Those that can be cancelled still can.
+    pub fn hold_disks(&self, hold: bool) {
+        self.disks_held.store(hold, Ordering::SeqCst);
+    }
+
+    /// Waits while disks are held. False: cancelled.
+    async fn held(&self, mut go_on: impl FnMut() -> bool) -> bool {
+        while self.disks_held.load(Ordering::SeqCst) {
+            if !go_on() {
+                return false;
+            }
+            tokio::time::sleep(HELD_UP).await;
+        }
+        go_on()
+    }
+
+    fn disk(&self, id: &SandboxId) -> Result<(u64, u64), DriverError> {
+        let inner = self.lock();
+        let world = inner.worlds.get(id).ok_or(DriverError::Missing)?;
+        match world.storage {
+            true if world.compute.is_some() => {
+                Err(DriverError::Locked { holder: None, detail: format!("disk of {id}") })
+            }
+            true => Ok((world.disk_id, world.disk_bytes)),
+            false => Err(DriverError::DataMissing(format!("disk of {id}"))),
         }
     }
 
@@ -221,6 +388,8 @@ impl SimDriver {
         let (delay, planned, fail) = {
             let mut inner = self.lock();
             *inner.calls.entry(verb).or_default() += 1;
+            let (now, most) = inner.at_once.entry(verb).or_default();
+            (*now, *most) = (*now + 1, (*most).max(*now + 1));
             let planned = inner.planned.iter().position(|(v, _)| *v == verb);
             let planned = planned.map(|at| inner.planned.remove(at).1);
             let (low, high) = inner.script.delay;
@@ -229,11 +398,11 @@ impl SimDriver {
             let world = inner.worlds.entry(id.clone()).or_default();
             world.busy += 1;
             if world.busy > 1 {
-                inner.violations.push(format!("{verb:?} of {id} began while another verb was under way"));
+                inner.violation(format!("{verb:?} of {id} began while another verb was under way"));
             }
             (delay, planned, fail)
         };
-        let busy = Busy { driver: self, id: id.clone() };
+        let busy = Busy { driver: self, id: id.clone(), verb };
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
@@ -268,8 +437,13 @@ impl ComputeDriver for SimDriver {
         }
     }
 
-    async fn create(&self, id: &SandboxId, _spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
+    fn disks(&self) -> Option<&dyn DiskCare> {
+        Some(self)
+    }
+
+    async fn create(&self, id: &SandboxId, spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
         let busy = self.begin(Verb::Create, id).await?;
+        hit("sim.create.before")?;
         let done = {
             let mut inner = self.lock();
             inner.disks += 1;
@@ -280,15 +454,20 @@ impl ComputeDriver for SimDriver {
             } else {
                 world.storage = true;
                 world.disk_id = disk_id;
+                world.disk_bytes = spec.resources.disk_bytes;
+                world.ends = ends(&spec.command);
+                inner.keep(id);
                 Change::Done
             }
         };
         drop(busy);
+        hit("sim.create.made")?;
         self.end_verb(done)
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {
         let busy = self.begin(Verb::Start, id).await?;
+        hit("sim.start.before")?;
         let done = {
             let mut inner = self.lock();
             let world = inner.worlds.entry(id.clone()).or_default();
@@ -296,32 +475,50 @@ impl ComputeDriver for SimDriver {
                 return Err(DriverError::DataMissing(format!("disk of {id}")));
             }
             match &mut world.compute {
-                Some(c) if c.run == run && c.exit.is_none() => {
-                    c.agent = true;
-                    Change::Already
+                Some(c) if c.run == run && c.exit.is_none() => Change::Already,
+                Some(c) if c.foreign => {
+                    return Err(DriverError::backend("start", "compute is there that somebody else started"));
                 }
                 Some(c) => {
                     let text = format!("start of run {run} of {id} while run {} is there", c.run);
-                    inner.violations.push(text.clone());
+                    inner.violation(text.clone());
                     return Err(DriverError::Invalid(text));
                 }
                 None if run < world.last_run => {
                     let text = format!("start of run {run} of {id} after run {}", world.last_run);
-                    inner.violations.push(text.clone());
+                    inner.violation(text.clone());
                     return Err(DriverError::Invalid(text));
                 }
                 None if from == Keep::Memory && !world.memory => {
                     return Err(DriverError::DataMissing(format!("memory image of {id}")));
                 }
                 None => {
-                    world.compute = Some(Compute { run, agent: true, exit: None });
+                    world.compute = Some(Compute { run, agent: false, exit: None, foreign: false });
                     world.last_run = run;
                     world.memory = false;
+                    inner.keep(id);
                     Change::Done
                 }
             }
         };
+        hit("sim.start.launched")?;
+        let ended = {
+            let mut inner = self.lock();
+            let Some(world) = inner.worlds.get_mut(id) else { return Err(DriverError::Missing) };
+            let ends = world.ends.clone();
+            // It may have ended or vanished meanwhile: whoever looks next sees it.
+            if let Some(compute) = &mut world.compute {
+                compute.agent = true;
+                compute.exit = compute.exit.take().or(ends.clone());
+            }
+            inner.keep(id);
+            ends.is_some()
+        };
         drop(busy);
+        if ended {
+            self.hint(id);
+        }
+        hit("sim.start.ready")?;
         self.end_verb(done)
     }
 
@@ -330,6 +527,7 @@ impl ComputeDriver for SimDriver {
         if keep == Keep::Memory && !self.lock().script.keeps_memory {
             return Err(DriverError::Unsupported("memory images".to_owned()));
         }
+        hit("sim.stop.before")?;
         let done = {
             let mut inner = self.lock();
             let world = inner.worlds.entry(id.clone()).or_default();
@@ -341,25 +539,39 @@ impl ComputeDriver for SimDriver {
                 world.memory = false;
             }
             let kept = if world.memory { Keep::Memory } else { Keep::Disk };
+            inner.keep(id);
             Stopped { flushed: alive, kept, detail: None }
         };
         drop(busy);
+        hit("sim.stop.gone")?;
         self.end_verb(done)
     }
 
     async fn delete(&self, id: &SandboxId) -> Result<Change, DriverError> {
         let busy = self.begin(Verb::Delete, id).await?;
+        hit("sim.delete.before")?;
+        {
+            let mut inner = self.lock();
+            if let Some(compute) = inner.worlds.get_mut(id).map(|world| &mut world.compute) {
+                *compute = None;
+            }
+            inner.keep(id);
+        }
+        hit("sim.delete.compute_gone")?;
         let done = {
             let mut inner = self.lock();
-            match inner.worlds.get_mut(id) {
-                Some(w) if w.storage || w.compute.is_some() => {
+            let done = match inner.worlds.get_mut(id) {
+                Some(w) if w.storage => {
                     *w = World { busy: w.busy, ..World::default() };
                     Change::Done
                 }
                 _ => Change::Already,
-            }
+            };
+            inner.keep(id);
+            done
         };
         drop(busy);
+        hit("sim.delete.gone")?;
         self.end_verb(done)
     }
 
@@ -378,7 +590,7 @@ impl ComputeDriver for SimDriver {
             Some(Compute { run, exit: Some(exit), .. }) => {
                 Observed::Ended(Ended { run: *run, exit: exit.clone() })
             }
-            Some(Compute { run, agent, exit: None }) => Observed::Running { run: *run, agent: *agent },
+            Some(Compute { run, agent, exit: None, .. }) => Observed::Running { run: *run, agent: *agent },
             None if world.storage => Observed::Stopped { memory: world.memory },
             None => Observed::Missing,
         })
@@ -405,7 +617,9 @@ impl ComputeDriver for SimDriver {
         let Some(world) = inner.worlds.get(id) else { return Facts::default() };
         Facts {
             host: world.compute.as_ref().map(|_| HostFacts::default()),
-            disk: world.storage.then(DiskFacts::default),
+            disk: world
+                .storage
+                .then(|| DiskFacts { virtual_bytes: world.disk_bytes, ..DiskFacts::default() }),
             machine: Some("sim".to_owned()),
             boot_id: world.compute.as_ref().map(|c| format!("boot-{}", c.run)),
         }
@@ -413,5 +627,69 @@ impl ComputeDriver for SimDriver {
 
     async fn console(&self, _id: &SandboxId, _bytes: usize) -> Vec<u8> {
         Vec::new()
+    }
+}
+
+/// The pretended main commands: `exit N` and `panic` end as soon as the run is up.
+fn ends(command: &[String]) -> Option<Exit> {
+    match command {
+        [exit, code] if exit == "exit" => code.parse().ok().map(Exit::Code),
+        [panic] if panic == "panic" => Some(Exit::Panic("the pretended kernel panicked".to_owned())),
+        _ => None,
+    }
+}
+
+/// Disks of nothing but a size and a number.
+#[async_trait]
+impl DiskCare for SimDriver {
+    async fn report(&self, id: &SandboxId, check: bool) -> Result<DiskReport, DriverError> {
+        let virtual_bytes =
+            self.lock().worlds.get(id).filter(|w| w.storage).ok_or(DriverError::Missing)?.disk_bytes;
+        let check = check.then(DiskCheck::default);
+        Ok(DiskReport { virtual_bytes, check, ..DiskReport::default() })
+    }
+
+    async fn grow(&self, id: &SandboxId, bytes: u64) -> Result<u64, DriverError> {
+        let _busy = self.begin(Verb::Disk, id).await?;
+        let (_, present) = self.disk(id)?;
+        if bytes < present {
+            return Err(DriverError::Invalid(format!("{bytes} bytes are less than the disk's {present}")));
+        }
+        self.held(|| true).await;
+        let mut inner = self.lock();
+        if let Some(world) = inner.worlds.get_mut(id) {
+            world.disk_bytes = bytes;
+        }
+        inner.keep(id);
+        Ok(bytes)
+    }
+
+    async fn compact(
+        &self,
+        id: &SandboxId,
+        how: Compaction,
+        mut watch: DiskWatch,
+    ) -> Result<Compacted, DriverError> {
+        let _busy = self.begin(Verb::Disk, id).await?;
+        let (_, all) = self.disk(id)?;
+        let done = self.held(|| watch(0, all).is_continue() || how == Compaction::GiveBack).await;
+        if !done {
+            return Err(DriverError::Cancelled("disk compact"));
+        }
+        Ok(Compacted { used_before: 0, used_after: 0 })
+    }
+
+    /// The disk's number at its beginning, then zeros.
+    async fn export(&self, id: &SandboxId, format: DiskFormat, sink: DiskSink) -> Result<(), DriverError> {
+        let _busy = self.begin(Verb::Disk, id).await?;
+        if format != DiskFormat::Raw {
+            return Err(DriverError::Unsupported("the sim driver exports raw disks only".to_owned()));
+        }
+        let (number, all) = self.disk(id)?;
+        let cancelled = |_| DriverError::Cancelled("disk export");
+        sink.send(DiskPiece::Size(all)).await.map_err(cancelled)?;
+        self.held(|| !sink.is_closed()).await;
+        sink.send(DiskPiece::Data(0, number.to_le_bytes().to_vec())).await.map_err(cancelled)?;
+        sink.send(DiskPiece::Reached(all)).await.map_err(cancelled)
     }
 }

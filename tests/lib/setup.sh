@@ -42,10 +42,10 @@ need_rust() {
   printf '1.90\n%s\n' "$have" | sort -VC || die "Rust $have is too old: 1.90 or later is needed (rustup update stable)"
 }
 
-# build: the programs and the static agent, where they find each other.
+# build [OPTION...]: the programs and the static agent, where they find each other.
 build() {
   say "building torpor and the guest agent"
-  cargo build --locked --quiet --package torpor-cli || die "cargo build failed"
+  cargo build --locked --quiet --package torpor-cli --package torpor-vmm "$@" || die "cargo build failed"
   cargo xtask agent >/dev/null || die "building the guest agent failed"
 }
 

@@ -171,6 +171,11 @@ impl Host {
 
     /// Starts `torpor serve` and waits for its word that it serves.
     pub fn start_gateway(&self) {
+        self.start_gateway_with("");
+    }
+
+    /// The same with `TORPOR_FAILPOINT` set: see sandbox/src/failpoint.rs.
+    pub fn start_gateway_with(&self, failpoint: &str) {
         let words = |host: &Self| host.gateway_log().matches("serves at").count();
         let before = words(self);
         let log = fs::File::options().create(true).append(true).open(self.dir().join("gateway.log")).unwrap();
@@ -184,6 +189,7 @@ impl Host {
             .arg("--listen")
             .arg(self.endpoint())
             .env("PATH", path_variable())
+            .env("TORPOR_FAILPOINT", failpoint)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
@@ -210,6 +216,18 @@ impl Host {
     /// The gateway's process.
     pub fn gateway_pid(&self) -> i32 {
         i32::try_from(self.gateway.lock().unwrap().as_ref().unwrap().id()).unwrap()
+    }
+
+    /// Waits until the gateway has ended by itself.
+    pub fn gateway_ends(&self, why: &str) {
+        let mut gateway = self.gateway.lock().unwrap();
+        let child = gateway.as_mut().unwrap();
+        let end = Instant::now() + PATIENCE;
+        while child.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < end, "the gateway goes on: {why}\n{}", self.gateway_log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        *gateway = None;
     }
 
     /// Ends the gateway as a power cut would.

@@ -113,6 +113,37 @@ fn a_lost_database_is_not_taken_for_an_empty_one() {
 }
 
 #[test]
+fn a_lost_database_is_made_anew_and_what_runs_goes_on() {
+    if !can_run_vms("a_lost_database_is_made_anew_and_what_runs_goes_on") {
+        return;
+    }
+    let host = Host::new();
+    host.ok(&["create", "box"]);
+    host.ok(&["create", "asleep"]);
+    host.sh("asleep", "echo kept > /root/file");
+    host.ok(&["suspend", "asleep"]);
+    let before = host.get("box");
+    let (state, run) = (host.dir().join("state"), host.dir().join("run"));
+    let place = ["--state-dir", state.to_str().unwrap(), "--run-dir", run.to_str().unwrap()];
+    let (_, refused) = host.fails(&[&["admin", "rebuild"][..], &place].concat());
+    assert!(refused.contains("in use"), "{refused}");
+    host.kill_gateway();
+    for name in ["torpor.db", "torpor.db-wal", "torpor.db-shm"] {
+        let _ = fs::remove_file(state.join(name));
+    }
+    host.ok(&[&["admin", "rebuild"][..], &place].concat());
+    host.start_gateway();
+    let after = host.get("box");
+    assert_eq!((&after["phase"], &after["host"]["pid"]), (&before["phase"], &before["host"]["pid"]));
+    assert_eq!(host.sh("box", "echo there"), "there\n");
+    assert_eq!(host.get("asleep")["phase"], "Stopped");
+    host.ok(&["start", "asleep"]);
+    assert_eq!(host.sh("asleep", "cat /root/file"), "kept\n");
+    let orphans = host.ok(&[&["doctor", "--orphans"][..], &place].concat());
+    assert!(orphans.contains("no orphans"), "{orphans}");
+}
+
+#[test]
 fn a_truncated_disk_is_refused_before_anything_writes_to_it() {
     if !can_run_vms("a_truncated_disk_is_refused_before_anything_writes_to_it") {
         return;

@@ -88,7 +88,8 @@ fn a_lost_disk_is_reported_and_never_made_anew() {
     assert!(error.contains("DATA_MISSING"), "{error}");
     assert!(!disk.exists(), "a fresh disk was made");
     fs::rename(&away, &disk).unwrap();
-    host.ok(&["resume", "web"]);
+    host.ok(&["recover", "web"]);
+    host.ok(&["sandbox", "recover", "web"]);
     assert_eq!(host.sh("web", "cat /root/file"), "kept\n");
 }
 

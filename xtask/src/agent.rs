@@ -12,7 +12,8 @@ fn host_triple() -> Result<String, String> {
     line.map(str::to_owned).ok_or_else(|| "rustc -vV names no host".to_owned())
 }
 
-fn target_dir() -> PathBuf {
+/// Where cargo puts what it builds.
+pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }
 
@@ -26,6 +27,21 @@ const QUICK: [(&str, &str); 6] = [
     ("CARGO_PROFILE_DEV_PANIC", "abort"),
     ("CARGO_PROFILE_DEV_STRIP", "symbols"),
 ];
+
+/// Builds a small static program in release form; where it is.
+pub fn static_program(package: &str) -> Result<PathBuf, String> {
+    let triple = host_triple()?;
+    let status = Command::new("cargo")
+        .args(["build", "--quiet", "--locked", "--release", "--package", package, "--target", &triple])
+        .env("RUSTFLAGS", "-C target-feature=+crt-static")
+        .current_dir(root())
+        .status()
+        .map_err(|e| format!("cargo: {e}"))?;
+    match status.success() {
+        true => Ok(target_dir().join(triple).join("release").join(package)),
+        false => Err(format!("building {package}: {status}")),
+    }
+}
 
 /// Builds it and puts it beside the programs of `profile`.
 pub fn build(profile: &str) -> Result<(), String> {

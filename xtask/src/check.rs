@@ -29,14 +29,20 @@ const ARROWS: &[(&str, &[&str])] = &[
             "torpor-netpool",
             "torpor-images",
             "torpor-agent-channel",
+            "torpor-vmm-api",
         ],
     ),
+    ("torpor-vmm-api", &[]),
+    ("torpor-vmm-devices", &["torpor-overlay", "torpor-vmm-api"]),
+    ("torpor-vmm-jail", &["torpor-vmm-api"]),
+    ("torpor-vmm", &["torpor-overlay", "torpor-vmm-api", "torpor-vmm-devices", "torpor-vmm-jail"]),
     (
         "torpor-gateway",
         &["torpor-sandbox", "torpor-proto", "torpor-netpool", "torpor-images", "torpor-driver-vm"],
     ),
     ("torpor-sdk", &["torpor-proto"]),
     ("torpor-cli", &["torpor-proto", "torpor-sdk", "torpor-sandbox", "torpor-gateway"]),
+    ("torpor-test-guest", &[]),
     ("xtask", &[]),
 ];
 /// It may use everything.

@@ -7,23 +7,56 @@ use torpor_gateway::doctor::{self, Check, Level};
 use torpor_sdk::v1::health_response::Status;
 
 use super::Outcome;
-use crate::{failure::FAILED, output::clean, session::Session};
+use crate::{
+    failure::{FAILED, Failure},
+    output::clean,
+    session::Session,
+};
 
 #[derive(Args)]
 pub struct DoctorArgs {
     /// The gateway's state directory, for the check of free space.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/torpor")]
     state_dir: PathBuf,
+    /// Only list the disks and runs below the state and run directories that the gateway's database doesn't know.
+    #[arg(long)]
+    orphans: bool,
+    /// The gateway's run directory, for --orphans.
+    #[arg(long, value_name = "DIR", default_value = "/run/torpor")]
+    run_dir: PathBuf,
 }
 
 /// Prints what this machine lacks. Fails when sandboxes can't run.
 pub fn run(session: &Session, args: &DoctorArgs) -> Outcome {
+    if args.orphans {
+        return orphans(args);
+    }
     let mut checks = doctor::run(&args.state_dir);
     checks.push(super::within_runtime(gateway(session))?);
     let names = || checks.iter().map(|c| c.name.to_owned()).collect();
     session.print(&checks, names, || human(&checks))?;
     let failed = checks.iter().any(|c| c.level == Level::Fail);
     Ok(if failed { FAILED } else { 0 })
+}
+
+/// Prints one line for each; fails when there are any.
+fn orphans(args: &DoctorArgs) -> Outcome {
+    let found = torpor_gateway::admin::orphans(&args.state_dir, &args.run_dir);
+    let found = found.map_err(|e| Failure::new(FAILED, e.to_string()))?;
+    for orphan in &found {
+        let disk = orphan.disk.as_ref().map(|path| format!("disk {}", path.display()));
+        let run = orphan.run.as_ref().map(|path| format!("run {}", path.display()));
+        let parts: Vec<String> = disk.into_iter().chain(run).collect();
+        println!("{}  {}", orphan.id, parts.join(", "));
+    }
+    if found.is_empty() {
+        println!("no orphans");
+        return Ok(0);
+    }
+    eprintln!(
+        "runs are ended by the gateway after a while; a disk stays until you remove its folder, or `torpor admin rebuild --force` gives it a record"
+    );
+    Ok(FAILED)
 }
 
 /// What the process does that this program starts to find out whether KVM works.

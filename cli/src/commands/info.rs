@@ -2,7 +2,7 @@
 
 use torpor_sdk::v1;
 
-use super::Outcome;
+use super::{Outcome, disk::host_line};
 use crate::{
     output::{
         table::{bytes, fields},
@@ -36,6 +36,9 @@ fn human(session: &Session, info: &v1::InfoResponse) -> String {
             ("  machine", driver.machine.clone()),
             ("  notice", driver.notice.clone()),
         ]));
+    }
+    if let Some(disk) = &info.disk {
+        out.push_str(&fields([("Disk", host_line(disk))]));
     }
     if let Some(c) = &info.capacity {
         let slots =

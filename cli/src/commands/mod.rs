@@ -1,8 +1,11 @@
 //! The commands, one file each.
 
+#[cfg(feature = "gateway")]
+mod admin;
 mod completions;
 mod create;
 mod delete;
+mod disk;
 #[cfg(feature = "gateway")]
 pub mod doctor;
 mod exec;
@@ -13,6 +16,7 @@ mod info;
 mod list;
 mod logs;
 mod man;
+mod recover;
 mod resume;
 #[cfg(feature = "gateway")]
 mod serve;
@@ -60,6 +64,13 @@ pub enum Command {
     /// Check whether this machine can run sandboxes, and say what to do about what is missing.
     #[cfg(feature = "gateway")]
     Doctor(doctor::DoctorArgs),
+    /// Look after the gateway's database: copy it, put it back, make it anew.
+    #[cfg(feature = "gateway")]
+    #[command(arg_required_else_help = true)]
+    Admin {
+        #[command(subcommand)]
+        command: admin::AdminCommand,
+    },
     /// Print the completion script of a shell.
     Completions(completions::CompletionsArgs),
     /// Write the manual pages into a folder.
@@ -85,6 +96,8 @@ pub enum Verb {
     Suspend(suspend::SuspendArgs),
     /// Bring suspended sandboxes back on the same disk.
     Resume(resume::ResumeArgs),
+    /// Bring sandboxes out of Error, on the disks that they have.
+    Recover(recover::RecoverArgs),
     /// As suspend, and nothing but `start` wakes them.
     Stop(stop::StopArgs),
     /// Boot sandboxes from their disks.
@@ -100,6 +113,8 @@ pub enum Verb {
     Logs(logs::LogsArgs),
     /// Show the phases that a sandbox went through.
     History(history::HistoryArgs),
+    /// Show, check, grow, compact or export the disk of a sandbox.
+    Disk(disk::DiskArgs),
 }
 
 /// Runs a command to its end.
@@ -112,6 +127,8 @@ pub fn run(session: &Session, command: Command) -> Outcome {
         Command::Serve(args) => serve::run(args),
         #[cfg(feature = "gateway")]
         Command::Doctor(args) => doctor::run(session, &args),
+        #[cfg(feature = "gateway")]
+        Command::Admin { command } => admin::run(command),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args),
     }
@@ -126,6 +143,7 @@ async fn run_verb(session: &Session, verb: Verb) -> Outcome {
         Verb::Shell(args) => shell::run(session, args).await,
         Verb::Suspend(args) => suspend::run(session, args).await,
         Verb::Resume(args) => resume::run(session, args).await,
+        Verb::Recover(args) => recover::run(session, args).await,
         Verb::Stop(args) => stop::run(session, args).await,
         Verb::Start(args) => start::run(session, args).await,
         Verb::Delete(args) => delete::run(session, args).await,
@@ -133,6 +151,7 @@ async fn run_verb(session: &Session, verb: Verb) -> Outcome {
         Verb::Watch(args) => watch::run(session, args).await,
         Verb::Logs(args) => logs::run(session, args).await,
         Verb::History(args) => history::run(session, args).await,
+        Verb::Disk(args) => disk::run(session, args).await,
     }
 }
 

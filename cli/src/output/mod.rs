@@ -1,5 +1,6 @@
 //! Printing: tables for people, JSON and YAML for programs.
 
+pub mod disk;
 pub mod table;
 pub mod view;
 

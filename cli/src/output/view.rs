@@ -6,7 +6,9 @@ use prost_types::Timestamp;
 use serde::Serialize;
 use torpor_sdk::{phase, v1};
 
-fn text(text: &str) -> Option<String> {
+use super::disk::HostDisk;
+
+pub(super) fn text(text: &str) -> Option<String> {
     (!text.is_empty()).then(|| text.to_owned())
 }
 
@@ -298,6 +300,7 @@ pub struct Info {
     state_dir: String,
     run_dir: String,
     started: Option<String>,
+    disk: Option<HostDisk>,
 }
 
 impl From<&v1::InfoResponse> for Info {
@@ -329,6 +332,7 @@ impl From<&v1::InfoResponse> for Info {
             state_dir: info.state_dir.clone(),
             run_dir: info.run_dir.clone(),
             started: time(info.started.as_ref()),
+            disk: info.disk.as_ref().map(HostDisk::from),
         }
     }
 }

@@ -11,7 +11,10 @@ use torpor_sdk::v1::{
     sandboxes_server::Sandboxes,
 };
 
-use crate::fake::{PAGE, State, count};
+use crate::{
+    disk,
+    fake::{PAGE, State, count},
+};
 
 type Answer<T> = Result<Response<T>, Status>;
 type Stream<T> = ReceiverStream<Result<T, Status>>;
@@ -49,6 +52,8 @@ impl Sandboxes for Service {
     type WatchStream = Stream<v1::SandboxEvent>;
     type ExecStream = Stream<v1::ExecOutput>;
     type LogsStream = Stream<v1::LogChunk>;
+    type CompactDiskStream = Stream<v1::CompactDiskProgress>;
+    type ExportDiskStream = Stream<v1::ExportDiskChunk>;
 
     async fn create(&self, request: Request<v1::CreateSandboxRequest>) -> Answer<v1::Sandbox> {
         let request = request.into_inner();
@@ -199,6 +204,40 @@ impl Sandboxes for Service {
         };
         let next_page_token = if to < 1200 { to.to_string() } else { String::new() };
         Ok(Response::new(v1::HistoryResponse { transitions: (from..to).map(row).collect(), next_page_token }))
+    }
+
+    async fn get_disk(&self, request: Request<v1::GetDiskRequest>) -> Answer<v1::DiskReport> {
+        let request = request.into_inner();
+        self.note("disk", &request.sandbox, if request.check { "check" } else { "" })?;
+        Ok(Response::new(disk::report(&self.find(&request.sandbox)?, request.check)))
+    }
+
+    async fn grow_disk(&self, request: Request<v1::GrowDiskRequest>) -> Answer<v1::Sandbox> {
+        let request = request.into_inner();
+        let target = target(request.target);
+        self.note("grow", &target.sandbox, &target.request_id)?;
+        let resources = v1::Resources { disk_bytes: Some(request.size_bytes), ..Default::default() };
+        let spec = v1::SandboxSpec { resources: Some(resources), ..Default::default() };
+        let sandbox = v1::Sandbox { spec: Some(spec), ..self.find(&target.sandbox)? };
+        Ok(Response::new(self.put(sandbox)))
+    }
+
+    async fn compact_disk(
+        &self,
+        request: Request<v1::CompactDiskRequest>,
+    ) -> Answer<Self::CompactDiskStream> {
+        let request = request.into_inner();
+        let target = target(request.target);
+        self.note("compact", &target.sandbox, if request.rewrite { "rewrite" } else { "" })?;
+        self.find(&target.sandbox)?;
+        Ok(Response::new(disk::send(disk::compaction())))
+    }
+
+    async fn export_disk(&self, request: Request<v1::ExportDiskRequest>) -> Answer<Self::ExportDiskStream> {
+        let request = request.into_inner();
+        self.note("export", &request.sandbox, request.format().as_str_name())?;
+        let sandbox = self.find(&request.sandbox)?;
+        Ok(Response::new(disk::send(disk::export(&sandbox.name))))
     }
 }
 

@@ -3,7 +3,10 @@
 use std::{io, path::PathBuf, time::Duration};
 
 use hyper_util::rt::TokioIo;
-use tokio::net::UnixStream;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::UnixStream,
+};
 use tonic::transport::{Channel, Endpoint, Uri};
 use torpor_agent_channel::host::{self, Stream};
 
@@ -14,10 +17,14 @@ const GREETING: Duration = Duration::from_secs(10);
 /// Flow-control windows, bytes: what may wait unread in one call, and in all. The second is never reached: some slow
 /// readers must not stop everybody else's calls.
 const WINDOWS: (u32, u32) = (1 << 20, 1 << 30);
+/// The longest answer of the machine's vsock, bytes.
+const LONGEST_ANSWER: usize = 128;
 
 async fn dial(endpoint: AgentEndpoint) -> io::Result<TokioIo<Stream>> {
-    let AgentEndpoint::VirtioSerial(path) = endpoint;
-    let stream = open(path).await?;
+    let stream = match endpoint {
+        AgentEndpoint::VirtioSerial(path) => open(path).await?,
+        AgentEndpoint::Vsock(path, port) => open_vsock(path, port).await?,
+    };
     let session = host::connect(stream, GREETING).await.map_err(io::Error::other)?;
     Ok(TokioIo::new(session))
 }
@@ -26,6 +33,29 @@ async fn open(path: PathBuf) -> io::Result<UnixStream> {
     UnixStream::connect(&path)
         .await
         .map_err(|error| io::Error::new(error.kind(), format!("connect to {}: {error}", path.display())))
+}
+
+/// Connects to a port of the guest's vsock. While the guest boots nobody listens there: the machine keeps the connection until
+/// somebody does.
+async fn open_vsock(path: PathBuf, port: u32) -> io::Result<UnixStream> {
+    let mut stream = open(path).await?;
+    stream.write_all(format!("AWAIT {port}\n").as_bytes()).await?;
+    // Byte by byte: what follows the line is the agent's.
+    let mut line = Vec::with_capacity(16);
+    while line.last() != Some(&b'\n') {
+        if line.len() > LONGEST_ANSWER {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the machine's vsock sent an endless line",
+            ));
+        }
+        line.push(stream.read_u8().await?);
+    }
+    if line.starts_with(b"OK ") {
+        return Ok(stream);
+    }
+    let said = String::from_utf8_lossy(&line).trim().to_owned();
+    Err(io::Error::new(io::ErrorKind::ConnectionRefused, format!("the machine's vsock said: {said}")))
 }
 
 /// A channel that connects when it is first used, and again after it was lost.

@@ -9,6 +9,10 @@ const MAX_SOCKET_PATH: usize = 107;
 /// `/sb-` and 16 letters, `/` and the longest socket name.
 const BELOW_RUN_DIR: usize = 20 + 1 + 10;
 
+/// Begins a range of ids that distributions, systemd and container engines leave alone (systemd's UIDS-GIDS document: 1879048192 to
+/// 2147352575 is unused).
+pub const FIRST_UID: u32 = 0x7000_0000;
+
 /// The configuration of the vm driver.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
@@ -22,6 +26,11 @@ pub struct VmConfig {
     pub machine: String,
     /// The program of the qemu machine; looked up in PATH when it has no slash.
     pub qemu: PathBuf,
+    /// The program of the kvm machine, torpor-vmm; none: there is no such machine.
+    pub vmm: Option<PathBuf>,
+    /// First of the user ids that processes of the kvm machine run under, one for each slot of the pool; 0: they run as this
+    /// process does.
+    pub first_uid: u32,
     /// The program that answers to [`crate::probe::ARGUMENT`]; none: KVM is not looked for, emulation is used.
     pub probe: Option<PathBuf>,
     /// How long a guest may take from its first instruction to an agent that answers.
@@ -45,6 +54,8 @@ impl VmConfig {
             agent: agent.into(),
             machine: "auto".to_owned(),
             qemu: "qemu-system-x86_64".into(),
+            vmm: None,
+            first_uid: FIRST_UID,
             probe: None,
             boot_timeout: Duration::from_secs(60),
             nameservers: Vec::new(),
@@ -93,9 +104,9 @@ pub enum ConfigError {
     /// No such machine.
     #[error("machine '{0}' is not one of auto, qemu, kvm")]
     UnknownMachine(String),
-    /// This build has no such machine yet.
-    #[error("machine 'kvm' is not part of this version; use auto or qemu")]
-    NoKvmMachine,
+    /// The kvm machine can't run here.
+    #[error("machine 'kvm' can't be used on this host: {0}")]
+    NoKvmMachine(String),
     /// The pool's values don't fit.
     #[error("network pool: {0}")]
     Pool(#[from] torpor_netpool::ConfigError),

@@ -17,9 +17,10 @@ use tokio_stream::wrappers::BroadcastStream;
 use tonic::transport::Channel;
 use torpor_netpool::Ledger;
 use torpor_sandbox::{
-    Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, Facts, Observed, Run, SandboxId,
+    Capabilities, Change, ComputeDriver, DiskCare, DriverError, Ended, Exit, Facts, Observed, Run, SandboxId,
     SandboxSpec, Stopped,
     driver::{DiskFacts, HostFacts},
+    failpoint::hit,
     lifecycle::Keep,
 };
 
@@ -28,7 +29,7 @@ use crate::{
     config::{ConfigError, VmConfig},
     host::Host,
     live::Live,
-    machine,
+    machine::Machines,
     owner::Owner,
     probe::{self, Probe},
     rundir::{self, RunDir},
@@ -117,8 +118,9 @@ impl VmDriver {
             Some(program) => probe::cached(program, &config.state_dir),
             None => Probe::not_looked(),
         };
-        let machine = machine::open(&config, &probe)?;
-        let host = Arc::new(Host::new(&config, store, assets, ledger, machine));
+        let machines = Machines::open(&config, &probe)?;
+        tracing::info!(machine = machines.choice(), "the machine of sandboxes that name none");
+        let host = Arc::new(Host::new(&config, store, assets, ledger, machines));
         let (hints, _) = broadcast::channel(HINTS);
         let (live, locks) = Default::default();
         Ok(Arc::new(Self { config, host, probe, hints, live, locks, _owner: owner }))
@@ -221,6 +223,7 @@ impl VmDriver {
                 Ok(()) => stopped.flushed = true,
                 Err(why) => stopped.detail = Some(why),
             }
+            hit("vm.stop.flushed")?;
             vm.end_process(stopped.flushed).await;
             if !vm.seen().gone {
                 self.kill(&vm).await?;
@@ -233,6 +236,7 @@ impl VmDriver {
                 None => {}
             }
         }
+        hit("vm.stop.ended")?;
         let (wanted, flushed) = (id.clone(), stopped.flushed);
         let release = move |host: &Host| {
             if flushed {
@@ -258,14 +262,21 @@ impl VmDriver {
         Ok(())
     }
 
-    /// What can be read from the folder of a run, if there is one.
+    /// What can be read from the folder of a run whose process is gone, if there is one.
     async fn leftovers<T: Send + 'static>(
         &self,
         id: &SandboxId,
         read: fn(&RunDir) -> T,
     ) -> Result<Option<T>, DriverError> {
-        let dir = self.host.run_dir(id);
-        self.blocking(move || Ok(dir.exists().then(|| read(&dir)))).await
+        let (host, dir) = (Arc::clone(&self.host), self.host.run_dir(id));
+        self.blocking(move || {
+            if !dir.exists() {
+                return Ok(None);
+            }
+            host.hear_out(&dir);
+            Ok(Some(read(&dir)))
+        })
+        .await
     }
 
     fn failed(step: &str, cause: String, console: &[u8]) -> DriverError {
@@ -322,17 +333,13 @@ impl ComputeDriver for VmDriver {
             keeps_memory: false,
             updates: true,
             needs_loan: true,
-            machine: self.host.machine.label().to_owned(),
-            notice: self.host.machine.notice(),
+            machine: self.host.machines.default().label().to_owned(),
+            notice: self.host.machines.default().notice(),
         }
     }
 
     fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
-        if spec.machine == "kvm" {
-            return Err(DriverError::Unsupported(
-                "machine: 'kvm' is not part of this version; use auto or qemu".into(),
-            ));
-        }
+        self.host.machines.get(&spec.machine)?;
         match spec.kernel.as_deref().map(std::fs::metadata) {
             Some(Err(error)) => Err(DriverError::Invalid(format!(
                 "kernel: '{}': {error}",
@@ -341,6 +348,10 @@ impl ComputeDriver for VmDriver {
             Some(Ok(found)) if !found.is_file() => Err(DriverError::Invalid("kernel: not a file".to_owned())),
             _ => Ok(()),
         }
+    }
+
+    fn disks(&self) -> Option<&dyn DiskCare> {
+        Some(self)
     }
 
     async fn create(&self, id: &SandboxId, spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
@@ -378,6 +389,7 @@ impl ComputeDriver for VmDriver {
             self.step(id, &turn, move |host| host.release(&wanted)).await?;
         }
         let (vm, spec) = self.launch(id, run, &turn).await?;
+        hit("vm.start.launched")?;
         self.bring_up(&vm, &spec, &turn).await?;
         Ok(Change::Done)
     }

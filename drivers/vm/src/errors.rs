@@ -13,10 +13,25 @@ pub(crate) fn overlay(error: torpor_overlay::Error) -> DriverError {
         Error::BaseMissing { .. } => DriverError::BaseMissing(error.to_string()),
         Error::BaseChanged { .. } => DriverError::BaseChanged(error.to_string()),
         Error::DataMissing { .. } => DriverError::DataMissing(error.to_string()),
-        Error::Corrupt { .. } | Error::Unsupported { .. } | Error::TooSmall { .. } => {
-            DriverError::Invalid(error.to_string())
-        }
+        Error::Corrupt { .. } => DriverError::Corrupt(error.to_string()),
+        Error::NoSpace { ref source, .. } => DriverError::NoSpace(format!("{error}: {source}")),
+        Error::TooSmall { .. } | Error::TooLarge { .. } => DriverError::Invalid(error.to_string()),
+        Error::Unsupported { .. } | Error::Sealed { .. } => DriverError::Unsupported(error.to_string()),
         _ => DriverError::backend("prepare the workspace disk", error),
+    }
+}
+
+/// Tells a full host from other failures of it.
+pub(crate) fn full(error: DriverError) -> DriverError {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    match error {
+        DriverError::Backend { context, source } => match source.downcast_ref::<std::io::Error>() {
+            Some(cause) if matches!(cause.kind(), StorageFull | QuotaExceeded) => {
+                DriverError::NoSpace(format!("{context}: {cause}"))
+            }
+            _ => DriverError::Backend { context, source },
+        },
+        other => other,
     }
 }
 

@@ -1,33 +1,34 @@
 //! The blocking half: what a start takes from the host and what a stop gives back.
 
 use std::{
+    net::Ipv4Addr,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex, PoisonError},
 };
 
 use torpor_netpool::{
-    GuestNet, Ledger, Loan, PoolConfig,
+    Egress, GuestNet, Ledger, Loan, PoolConfig,
     linux::{
-        Cgroup, CgroupLimits, CgroupParent, CgroupProbe, Firewall, Forwarding, TapOptions, attach, detach,
-        effective_mtu, enable_forwarding, host_nameservers, pin, uplink,
+        Cgroup, CgroupLimits, CgroupParent, CgroupProbe, Forwarding, Network, TapOptions, effective_mtu,
+        enable_forwarding, host_nameservers, pin, uplink,
     },
 };
 use torpor_overlay::Lock;
-use torpor_sandbox::{DriverError, Run, SandboxId, SandboxSpec};
+use torpor_sandbox::{DriverError, Run, SandboxId, SandboxSpec, failpoint::hit};
 
 use crate::{
     assets::{Assets, BootFiles},
     config::VmConfig,
     errors,
-    machine::{Launch, Machine},
+    machine::{Launch, Machine, Machines},
     process::{self, Handle, Identity},
     rundir::{Record, RunDir, host_boot},
     store::Store,
+    sys,
+    vm::note_unseen_end,
 };
 
-/// What a VM process may need beyond guest memory, bytes. Generous: the limit is against leaks, not a budget.
-const MEMORY_HEADROOM: u64 = 512 << 20;
 /// Threads of a VM process beyond one per CPU: main loop, block workers, RCU.
 const THREADS: u64 = 128;
 /// What of a console outlives its run, bytes.
@@ -42,6 +43,7 @@ pub(crate) struct Prepared {
     pub(crate) net: GuestNet,
     base: PathBuf,
     boot: BootFiles,
+    machine: Arc<dyn Machine>,
 }
 
 /// The host, as far as VMs borrow from it.
@@ -52,8 +54,9 @@ pub(crate) struct Host {
     pub(crate) store: Store,
     pub(crate) assets: Assets,
     pub(crate) ledger: Arc<dyn Ledger>,
-    pub(crate) machine: Arc<dyn Machine>,
-    pub(crate) firewall: Firewall,
+    pub(crate) machines: Machines,
+    first_uid: u32,
+    pub(crate) network: Network,
     pub(crate) cgroups: Option<CgroupParent>,
     /// The firewall's table and forwarding were seen to be there.
     ready: Mutex<bool>,
@@ -65,7 +68,7 @@ impl Host {
         store: Store,
         assets: Assets,
         ledger: Arc<dyn Ledger>,
-        machine: Arc<dyn Machine>,
+        machines: Machines,
     ) -> Self {
         let cgroups = match CgroupParent::probe(&config.pool) {
             CgroupProbe::Ready(parent) => Some(parent),
@@ -81,8 +84,9 @@ impl Host {
             store,
             assets,
             ledger,
-            machine,
-            firewall: Firewall::new(&config.pool),
+            machines,
+            first_uid: config.first_uid,
+            network: Network::new(&config.pool),
             cgroups,
             ready: Mutex::new(false),
         }
@@ -146,7 +150,8 @@ impl Host {
         }
         let net = self.net_of(&loan)?;
         let boot = self.assets.boot(spec.kernel.as_deref().map(Path::new))?;
-        Ok(Prepared { spec, loan, net, base, boot })
+        let machine = self.machines.get(&spec.machine)?;
+        Ok(Prepared { spec, loan, net, base, boot, machine })
     }
 
     fn loan(&self, id: &SandboxId) -> Result<Option<Loan>, DriverError> {
@@ -157,6 +162,12 @@ impl Host {
         self.pool
             .guest_net(&loan.sandbox_id, loan.slot)
             .map_err(|error| DriverError::Invalid(error.to_string()))
+    }
+
+    /// The egress policy that the loan's run was started with; none that is known: the pool's.
+    pub(crate) fn egress(&self, loan: &Loan) -> Option<Egress> {
+        let id = loan.sandbox_id.parse().ok()?;
+        self.run_dir(&id).record().ok().flatten()?.net.map(|net| net.egress)
     }
 
     /// Makes the VM process and all that it needs. When it fails, [`Host::release`] gives back what was made.
@@ -170,8 +181,8 @@ impl Host {
         let mut record = Record {
             sandbox: id.clone(),
             run,
-            machine: self.machine.name().to_owned(),
-            label: self.machine.label().to_owned(),
+            machine: prepared.machine.name().to_owned(),
+            label: prepared.machine.label().to_owned(),
             host_boot: host_boot(),
             process: None,
             net: Some(prepared.net.clone()),
@@ -183,21 +194,25 @@ impl Host {
         dir.make()?;
         // The intent goes first: a process without a record is found by its marker, and only looked for with an intent.
         dir.write_record(&record)?;
+        hit("vm.launch.intent")?;
         let lock = Lock::acquire(&self.store.overlay(id)).map_err(errors::overlay)?;
         // Reads all of its tables: a damaged disk is refused here, before anything writes to it.
         let generation = torpor_overlay::raise_generation(&lock).map_err(errors::overlay)?;
         tracing::debug!(sandbox = %id, %run, generation, "disk in order");
+        hit("vm.launch.disk")?;
         self.ready()?;
-        let options = TapOptions { owner_uid: None, mtu: Some(self.mtu()), vnet_hdr: true };
-        let tap =
-            attach(&self.firewall, &prepared.net, &options).map_err(errors::net("attach the network"))?;
-        let cgroup = self.make_cgroup(id, &prepared.loan)?;
+        let (mtu, uid) = (self.mtu(), self.uid(&prepared.loan));
+        let options = TapOptions { owner_uid: uid, mtu: Some(mtu), vnet_hdr: true, ..TapOptions::default() };
+        let tap = self.network.attach(&prepared.net, &options).map_err(errors::net("attach the network"))?;
+        hit("vm.launch.network")?;
+        let cgroup = self.make_cgroup(id, &prepared.loan, prepared.machine.headroom())?;
+        hit("vm.launch.cgroup")?;
         // The program's arguments need the TAP's number, which is known once the command has the TAP.
         let mut command = command(&dir, lock)?;
         let tap_fd = tap.hand_to(&mut command);
         let marker = process::marker(id, run);
         let overlay = self.store.overlay(id);
-        let plan = self.machine.plan(&Launch {
+        let plan = prepared.machine.plan(&Launch {
             marker: &marker,
             run_dir: dir.path(),
             kernel: &prepared.boot.kernel,
@@ -207,9 +222,12 @@ impl Host {
             cpus: prepared.spec.resources.cpus,
             memory_bytes: prepared.loan.memory_bytes,
             net: &prepared.net,
+            mtu,
+            uid,
             tap_fd,
         })?;
         command.arg(&plan.program).args(&plan.args);
+        plan.inherited.into_iter().for_each(|fd| sys::keep_open_in_child(&mut command, fd));
         let spawned = command.spawn();
         // The command holds the lock and the TAP as well: only the child shall.
         drop(command);
@@ -230,6 +248,7 @@ impl Host {
         cgroup: Option<&Cgroup>,
         loan: &Loan,
     ) -> Result<Handle, DriverError> {
+        hit("vm.launch.spawned")?;
         let unseen = |source| DriverError::backend("watch the VM process", source);
         let identity = Identity::of(child.id()).map_err(unseen)?;
         record.process = identity;
@@ -250,6 +269,7 @@ impl Host {
             }
         })?;
         dir.write_record(record)?;
+        hit("vm.launch.recorded")?;
         let pid = i32::try_from(child.id()).unwrap_or_default();
         if let Some(cgroup) = cgroup {
             cgroup.add(pid).map_err(errors::net("put the VM into its cgroup"))?;
@@ -264,11 +284,15 @@ impl Host {
 
     /// The firewall's table and forwarding, once per life of the gateway.
     pub(crate) fn ready(&self) -> Result<(), DriverError> {
+        // Guests may ask the name servers that they are given, whatever network these are in.
+        let servers: Vec<Ipv4Addr> =
+            self.nameservers().iter().filter_map(|server| server.parse().ok()).collect();
+        let changed = self.network.firewall().set_names(&servers, self.pool.dns_port);
         let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
-        if *ready {
+        if *ready && !changed {
             return Ok(());
         }
-        self.firewall.ensure().map_err(errors::net("set up the firewall"))?;
+        self.network.firewall().ensure().map_err(errors::net("set up the firewall"))?;
         match enable_forwarding() {
             Ok(Forwarding::AlreadyOn) => {}
             Ok(Forwarding::TurnedOn) => {
@@ -282,14 +306,32 @@ impl Host {
         Ok(())
     }
 
-    fn make_cgroup(&self, id: &SandboxId, loan: &Loan) -> Result<Option<Cgroup>, DriverError> {
+    /// The user that a VM process may become: one for each slot, so that no two share one.
+    fn uid(&self, loan: &Loan) -> Option<u32> {
+        (self.first_uid != 0).then(|| self.first_uid.saturating_add(loan.slot.0))
+    }
+
+    fn make_cgroup(&self, id: &SandboxId, loan: &Loan, headroom: u64) -> Result<Option<Cgroup>, DriverError> {
         let Some(parent) = &self.cgroups else { return Ok(None) };
         let limits = CgroupLimits {
             cpus: (!loan.cpus.is_empty()).then(|| loan.cpus.clone()),
-            memory_max: Some(loan.memory_bytes.saturating_add(MEMORY_HEADROOM)),
+            memory_max: Some(loan.memory_bytes.saturating_add(headroom)),
             pids_max: Some(THREADS + loan.cpus.len() as u64),
+            ..CgroupLimits::default()
         };
         parent.create(id.as_str(), &limits).map(Some).map_err(errors::net("make the VM's cgroup"))
+    }
+
+    /// Takes over what a process that went while no gateway watched has left: how its guest ended, and its console.
+    pub(crate) fn hear_out(&self, dir: &RunDir) {
+        let Ok(Some(record)) = dir.record() else { return };
+        if record.process.is_none() || dir.exit(record.run).is_some() {
+            return;
+        }
+        let machine = self.machines.of_record(&record.machine);
+        if let Err(error) = note_unseen_end(dir, record.run, &*machine) {
+            tracing::warn!(sandbox = %record.sandbox, %error, "what the VM process left can't be kept");
+        }
     }
 
     /// Gives back all that a run borrowed, when its process is gone. Works on what is left of it, and again.
@@ -304,13 +346,15 @@ impl Host {
             None => self.loan(id)?.map(|loan| self.net_of(&loan)).transpose()?,
         };
         if let Some(net) = net {
-            detach(&self.firewall, &net).map_err(errors::net("release the network"))?;
+            self.network.detach(&net).map_err(errors::net("release the network"))?;
         }
+        hit("vm.release.network")?;
         if let Some(parent) = &self.cgroups
             && let Some(cgroup) = parent.open(id.as_str()).map_err(errors::net("find the VM's cgroup"))?
         {
             cgroup.remove().map_err(errors::net("remove the VM's cgroup"))?;
         }
+        hit("vm.release.cgroup")?;
         let console = dir.console(KEPT_CONSOLE);
         if !console.is_empty()
             && self.store.exists(id)
@@ -319,6 +363,7 @@ impl Host {
             // A full disk must not keep a sandbox from stopping.
             tracing::warn!(sandbox = %id, %error, "the last console is not kept");
         }
+        hit("vm.release.console")?;
         dir.remove()
     }
 
@@ -365,11 +410,12 @@ impl Host {
     /// What is known of a process whose record is lost.
     fn made_up(&self, id: &SandboxId, run: Run, identity: Identity) -> Record {
         let loan = self.loan(id).ok().flatten();
+        let machine = self.machines.of_process(identity.pid);
         Record {
             sandbox: id.clone(),
             run,
-            machine: self.machine.name().to_owned(),
-            label: self.machine.label().to_owned(),
+            machine: machine.name().to_owned(),
+            label: machine.label().to_owned(),
             host_boot: host_boot(),
             process: Some(identity),
             net: loan.as_ref().and_then(|loan| self.net_of(loan).ok()),
@@ -402,6 +448,15 @@ fn command(dir: &RunDir, lock: Lock) -> Result<Command, DriverError> {
         .stdout(Stdio::from(log()?))
         .stderr(Stdio::from(log()?));
     Ok(command)
+}
+
+impl Drop for Host {
+    /// An orderly end leaves no TAPs in stock; after another one, the next gateway takes them over.
+    fn drop(&mut self) {
+        if let Err(error) = self.network.stock().clear() {
+            tracing::warn!(%error, "TAPs in stock are left behind");
+        }
+    }
 }
 
 fn end(child: &mut Child) {

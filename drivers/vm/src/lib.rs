@@ -9,6 +9,7 @@
 mod agent;
 mod assets;
 mod config;
+mod disk;
 mod driver;
 mod errors;
 mod files;
@@ -26,5 +27,5 @@ mod sys;
 mod vm;
 mod words;
 
-pub use config::{ConfigError, VmConfig};
+pub use config::{ConfigError, FIRST_UID, VmConfig};
 pub use driver::VmDriver;

@@ -75,7 +75,8 @@ impl VmDriver {
     fn watch(&self, record: Record, handle: Handle, exit: Option<Exit>) -> Arc<Vm> {
         let id = record.sandbox.clone();
         let dir = self.host.run_dir(&id);
-        let vm = Vm::watch(record, dir, handle, exit, Arc::clone(&self.host.machine), self.hints.clone());
+        let machine = self.host.machines.of_record(&record.machine);
+        let vm = Vm::watch(record, dir, handle, exit, machine, self.hints.clone());
         self.map().insert(id, Arc::clone(&vm));
         vm
     }

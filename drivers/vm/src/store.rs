@@ -17,6 +17,9 @@ use crate::{
 
 /// A sandbox's folder under this name is on its way out.
 const TRASH: &str = ".deleted-";
+/// Files in a sandbox's folder whose names begin so are good for one operation only: a disk that is being written anew or
+/// exported. Nothing of them is needed after it, however it ended.
+const TEMPORARY: &str = ".";
 
 /// The durable side of the driver.
 #[derive(Clone, Debug)]
@@ -50,6 +53,11 @@ impl Store {
     /// The workspace disk.
     pub(crate) fn overlay(&self, id: &SandboxId) -> PathBuf {
         self.folder(id).join("overlay.qcow2")
+    }
+
+    /// A copy of the disk while it is exported.
+    pub(crate) fn export_file(&self, id: &SandboxId) -> PathBuf {
+        self.folder(id).join(format!("{TEMPORARY}export.qcow2"))
     }
 
     fn spec_path(&self, id: &SandboxId) -> PathBuf {
@@ -87,7 +95,8 @@ impl Store {
             return self.update(id, spec);
         }
         let folder = self.folder(id);
-        let failed = |source| DriverError::backend(format!("make {}", folder.display()), source);
+        let failed =
+            |source| errors::full(DriverError::backend(format!("make {}", folder.display()), source));
         make_folder(&folder).map_err(failed)?;
         sync_folder_of(&folder).map_err(failed)?;
         let identity = BaseIdentity { digest: base.digest.clone(), size: base.size };
@@ -97,8 +106,18 @@ impl Store {
             Err(torpor_overlay::Error::AlreadyExists { .. }) => self.check_base(&overlay, &identity)?,
             other => other.map_err(errors::overlay)?,
         }
-        write_json(&self.spec_path(id), spec)?;
+        write_json(&self.spec_path(id), spec).map_err(errors::full)?;
         Ok(Change::Done)
+    }
+
+    /// Notes the size of a disk that has grown.
+    pub(crate) fn note_disk_size(&self, id: &SandboxId, bytes: u64) -> Result<(), DriverError> {
+        let mut spec = self.spec(id)?;
+        if spec.resources.disk_bytes == bytes {
+            return Ok(());
+        }
+        spec.resources.disk_bytes = bytes;
+        write_json(&self.spec_path(id), &spec).map_err(errors::full)
     }
 
     fn check_base(&self, overlay: &Path, identity: &BaseIdentity) -> Result<(), DriverError> {
@@ -121,7 +140,7 @@ impl Store {
         }
         if old.resources.disk_bytes != spec.resources.disk_bytes {
             return Err(DriverError::Unsupported(
-                "resources.disk_bytes: the disk can't be resized".to_owned(),
+                "resources.disk_bytes: a disk is grown by `torpor sandbox disk grow`".to_owned(),
             ));
         }
         write_json(&self.spec_path(id), spec)?;
@@ -155,15 +174,17 @@ impl Store {
         Ok(ids)
     }
 
-    /// Finishes deletes that were cut short. What was removed, and what can't be.
+    /// Finishes deletes that were cut short, and removes what operations on disks left that were. Nothing of these may be
+    /// under way. What was removed, and what can't be.
     pub(crate) fn empty_trash(&self) -> io::Result<Vec<String>> {
         let mut lines = Vec::new();
         for entry in fs::read_dir(&self.sandboxes)? {
             let entry = entry?;
+            let path = entry.path();
             if !entry.file_name().to_string_lossy().starts_with(TRASH) {
+                lines.extend(remove_temporaries(&path));
                 continue;
             }
-            let path = entry.path();
             lines.push(match remove_tree(&path) {
                 Ok(()) => format!("{}: the rest of a deleted sandbox was removed", path.display()),
                 Err(error) => error.to_string(),
@@ -181,6 +202,18 @@ impl Store {
     pub(crate) fn console(&self, id: &SandboxId) -> Vec<u8> {
         fs::read(self.console_path(id)).unwrap_or_default()
     }
+}
+
+/// Removes the temporary files of a sandbox's folder.
+fn remove_temporaries(folder: &Path) -> Vec<String> {
+    let names = fs::read_dir(folder).into_iter().flatten().flatten();
+    let temporary = names.filter(|entry| entry.file_name().to_string_lossy().starts_with(TEMPORARY));
+    temporary
+        .map(|entry| match fs::remove_file(entry.path()) {
+            Ok(()) => format!("{}: left by an operation that was cut short, removed", entry.path().display()),
+            Err(error) => format!("{}: {error}", entry.path().display()),
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -210,6 +243,25 @@ mod tests {
         assert_eq!(store.empty_trash().unwrap().len(), 1);
         assert!(!store.exists(&ids[1]));
         assert_eq!(store.list().unwrap(), []);
+    }
+
+    #[test]
+    fn what_an_operation_on_a_disk_left_is_removed_and_the_disk_is_not() {
+        let state = tempfile::tempdir().unwrap();
+        let store = Store::open(state.path()).unwrap();
+        let id = SandboxId::generate();
+        fs::create_dir(store.folder(&id)).unwrap();
+        let left =
+            ["..export.qcow2.new-1-0", ".overlay.qcow2.new-1-0"].map(|name| store.folder(&id).join(name));
+        for file in left.iter().chain([&store.export_file(&id), &store.overlay(&id), &store.spec_path(&id)]) {
+            fs::write(file, "x").unwrap();
+        }
+        assert_eq!(store.empty_trash().unwrap().len(), 3);
+        let mut names: Vec<_> =
+            fs::read_dir(store.folder(&id)).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["overlay.qcow2", "spec.json"]);
+        assert_eq!(store.empty_trash().unwrap(), Vec::<String>::new());
     }
 
     #[test]

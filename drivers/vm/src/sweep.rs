@@ -46,15 +46,25 @@ impl VmDriver {
     /// What can't be listed or put back.
     pub async fn tend(&self) -> Result<Vec<String>, DriverError> {
         let host = Arc::clone(&self.host);
-        let (ensured, there) = self
+        let (tended, there) = self
             .blocking(move || {
-                let ensured = host.firewall.ensure().map_err(errors::net("look after the firewall"))?;
-                let there = host.firewall.list().map_err(errors::net("list the firewall's elements"))?;
-                Ok((ensured, there))
+                let tended = host.network.tend().map_err(errors::net("look after the network"))?;
+                let there =
+                    host.network.firewall().list().map_err(errors::net("list the firewall's elements"))?;
+                Ok((tended, there))
             })
             .await?;
         let mut lines = Vec::new();
-        if ensured != linux::Ensured::Already {
+        if tended.forgotten == linux::Forgotten::Unsupported {
+            static ONCE: std::sync::Once = std::sync::Once::new();
+            ONCE.call_once(|| {
+                tracing::warn!(
+                    "this kernel can't delete connections (CONFIG_NF_CT_NETLINK): those of a suspended sandbox end by \
+                     their timeout; give `quarantine_seconds` of the pool a larger value"
+                );
+            });
+        }
+        if tended.table != linux::Ensured::Already {
             lines.push("the firewall's table was gone or changed: made right again".to_owned());
         }
         for vm in self.all_watched() {
@@ -68,8 +78,9 @@ impl VmDriver {
             if self.watched(id).is_none_or(|now| !Arc::ptr_eq(&now, &vm)) {
                 continue;
             }
-            let put_back =
-                move |host: &Host| host.firewall.add(&guest).map_err(errors::net("put back the element"));
+            let put_back = move |host: &Host| {
+                host.network.firewall().add(&guest).map_err(errors::net("put back the element"))
+            };
             self.step(id, &turn, put_back).await?;
             lines.push(format!("{id}: its firewall element was gone: put back"));
         }
@@ -106,19 +117,14 @@ fn repair(host: &Host) -> Result<Vec<String>, DriverError> {
     let cgroups = host.cgroups.as_ref();
     // Objects first: a start writes its loan before it makes any.
     let live =
-        linux::live(host.pool(), &host.firewall, cgroups).map_err(failed("list the network's objects"))?;
+        linux::live(host.pool(), &host.network, cgroups).map_err(failed("list the network's objects"))?;
     let loans = host.ledger.all().map_err(errors::ledger)?;
-    let found = sweep(host.pool(), &loans, &live.taps, &live.elements, &live.cgroups);
-    let done = linux::apply(host.pool(), &host.firewall, cgroups, host.ledger.as_ref(), found.repairs);
-    let outside = found.outside_range.iter().map(|loan| {
-        format!(
-            "{}: slot {} is outside of the configured range; suspend it with the old one",
-            loan.sandbox_id, loan.slot.0
-        )
-    });
+    let found = sweep(host.pool(), &loans, &live, &|loan| host.egress(loan));
+    let lines = found.lines();
+    let done = linux::apply(host.pool(), &host.network, cgroups, host.ledger.as_ref(), found.repairs);
     let repairs = done.iter().map(|(repair, result)| match result {
         Ok(()) => repair.to_string(),
         Err(error) => format!("{repair}: failed: {error}"),
     });
-    Ok(emptied.into_iter().chain(repairs).chain(outside).collect())
+    Ok(emptied.into_iter().chain(repairs).chain(lines).collect())
 }

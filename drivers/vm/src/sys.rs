@@ -1,7 +1,22 @@
-//! The two things of this driver, beside the KVM probe, that the language can't see to be safe.
+//! The few things of this driver, beside the KVM probe, that the language can't see to be safe.
 #![allow(unsafe_code, reason = "each block says why it is sound")]
 
-use std::{io, os::fd::OwnedFd, sync::Arc};
+use std::{
+    ffi::CStr,
+    fs::File,
+    io::{self, Seek as _, Write as _},
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::process::CommandExt as _,
+    },
+    process::Command,
+    sync::Arc,
+};
+
+use rustix::{
+    fs::{MemfdFlags, memfd_create},
+    io::{FdFlags, fcntl_setfd},
+};
 
 use tokio::io::{Interest, unix::AsyncFd};
 
@@ -17,4 +32,20 @@ pub(crate) fn watch_readable(fd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd
     // SAFETY: the descriptor is owned through the Arc, which can't be exchanged from here on: it stays open and the same for as long as
     // the watch lives.
     unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.map_err(io::Error::from)
+}
+
+/// Leaves a descriptor open, under its number, in the child of `command` and in no other. Drop the command after spawning: until
+/// then it is open here too.
+pub(crate) fn keep_open_in_child(command: &mut Command, fd: OwnedFd) {
+    // SAFETY: between fork and exec only fcntl(2) is called, which allocates nothing and takes no locks; the descriptor is owned
+    // by the closure and so open for as long as the closure can run.
+    unsafe { command.pre_exec(move || Ok(fcntl_setfd(fd.as_fd(), FdFlags::empty())?)) };
+}
+
+/// A nameless file that holds these bytes, to be read from its beginning.
+pub(crate) fn file_in_memory(name: &CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
+    let mut file = File::from(memfd_create(name, MemfdFlags::CLOEXEC)?);
+    file.write_all(bytes)?;
+    file.rewind()?;
+    Ok(file.into())
 }

@@ -18,11 +18,11 @@ use tonic::transport::Channel;
 use torpor_proto::agent::v1::{
     EventsRequest, StatusRequest, StatusResponse, agent_client::AgentClient, event,
 };
-use torpor_sandbox::{Exit, SandboxId};
+use torpor_sandbox::{Exit, Run, SandboxId};
 
 use crate::{
     agent,
-    machine::{GuestEnd, Machine, Monitor},
+    machine::{GuestEnd, LastWords, Machine, Monitor},
     process::Handle,
     rundir::{Record, RunDir},
     words,
@@ -306,17 +306,26 @@ impl Watcher {
 
     async fn guest_ended(&mut self, end: GuestEnd) {
         self.drain().await;
+        self.note_end(end, None).await;
+    }
+
+    async fn note_end(&mut self, end: GuestEnd, detail: Option<String>) {
         let panic = self.vm.on_disk(|dir| Ok(panic_line(&dir.console(SEARCHED)))).await.ok().flatten();
-        let exit = match (end, panic) {
-            (GuestEnd::PowerOff, _) | (GuestEnd::Reset, None) => Exit::PowerOff,
-            (_, Some(line)) => Exit::Panic(line),
-            (GuestEnd::Panic, None) => Exit::Panic("the guest's kernel panicked".to_owned()),
-            (GuestEnd::Crash, None) => Exit::Lost("the machine gave up on the guest".to_owned()),
-        };
+        let exit = exit_of(end, detail, panic);
         self.record(exit).await;
     }
 
     async fn process_ended(mut self, status: Option<String>) {
+        let machine = Arc::clone(&self.machine);
+        match self.vm.on_disk(move |dir| last_words(dir, &*machine)).await {
+            Ok(LastWords { end: Some(end), detail, .. }) if self.seen.borrow().exit.is_none() => {
+                self.note_end(end, detail).await;
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::warn!(sandbox = %self.vm.record.sandbox, %error, "the console's end can't be kept");
+            }
+        }
         if self.seen.borrow().exit.is_none() {
             let how = status.unwrap_or_else(|| "nobody saw how".to_owned());
             let said = self.vm.on_disk(|dir| Ok(dir.log_tail())).await.unwrap_or_default();
@@ -346,6 +355,36 @@ impl Watcher {
 
     fn hint(&self) {
         let _nobody = self.hints.send(self.vm.record.sandbox.clone()).is_err();
+    }
+}
+
+/// What the process left when it ended; its console goes to the rest of it.
+fn last_words(dir: &RunDir, machine: &dyn Machine) -> io::Result<LastWords> {
+    let words = machine.last_words(dir.path());
+    if dir.exists() {
+        dir.add_console(&words.console)?;
+    }
+    Ok(words)
+}
+
+/// Notes how a run ended whose process went while no gateway watched, where the process has left word of it. Blocks.
+pub(crate) fn note_unseen_end(dir: &RunDir, run: Run, machine: &dyn Machine) -> io::Result<()> {
+    let words = last_words(dir, machine)?;
+    let (None, Some(end)) = (dir.exit(run), words.end) else { return Ok(()) };
+    let exit = exit_of(end, words.detail, panic_line(&dir.console(SEARCHED)));
+    dir.write_exit(run, &exit).map_err(io::Error::other)
+}
+
+fn exit_of(end: GuestEnd, detail: Option<String>, panic: Option<String>) -> Exit {
+    match (end, panic) {
+        (GuestEnd::PowerOff, _) | (GuestEnd::Reset, None) => Exit::PowerOff,
+        (_, Some(line)) => Exit::Panic(line),
+        (GuestEnd::Panic, None) => Exit::Panic("the guest's kernel panicked".to_owned()),
+        (GuestEnd::Ordered, None) => Exit::Lost("the VM process was told to end".to_owned()),
+        (GuestEnd::Crash, None) => {
+            let why = detail.map(|detail| format!(": {}", words::said(&detail))).unwrap_or_default();
+            Exit::Lost(format!("the machine gave up on the guest{why}"))
+        }
     }
 }
 

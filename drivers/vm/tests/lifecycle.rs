@@ -26,7 +26,8 @@ fn files_outlive_suspends_gateways_and_killed_vms() {
         let driver = bench.driver();
         let id = SandboxId::generate();
         if std::env::var_os("TORPOR_BOX").is_some() {
-            assert_eq!(driver.capabilities().machine, "qemu (kvm)");
+            let kvm = common::machine() == "kvm";
+            assert_eq!(driver.capabilities().machine, if kvm { "kvm (torpor-vmm)" } else { "qemu (kvm)" });
         }
         assert_eq!(driver.observe(&id).await.unwrap(), Observed::Missing);
         assert_eq!(driver.create(&id, &bench.spec(), Run(1)).await.unwrap(), Change::Done);

@@ -7,6 +7,7 @@ use torpor_sandbox::{Exit, Failure, Keep, Phase, RestartPolicy, State};
 
 use crate::{
     error::{ApiError, next_command},
+    pressure::Space,
     service::{Target, View, Wish},
     store::Transition,
 };
@@ -215,7 +216,26 @@ fn conditions(view: &View) -> Vec<v1::Condition> {
             since: None,
         });
     }
+    if let Some(space) = &view.pressed {
+        all.push(v1::Condition {
+            r#type: "DiskPressure".to_owned(),
+            status: true,
+            reason: if space.free < space.reserve { "LOW_SPACE" } else { "NO_SPACE" }.to_owned(),
+            message: space.words(),
+            since: None,
+        });
+    }
     all
+}
+
+pub fn host_disk(space: &Space) -> v1::HostDisk {
+    v1::HostDisk {
+        path: space.dir.display().to_string(),
+        free_bytes: space.free,
+        total_bytes: space.total,
+        reserve_bytes: space.reserve,
+        pressure: space.is_low(),
+    }
 }
 
 pub fn transition(row: Transition) -> v1::Transition {

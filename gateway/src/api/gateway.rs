@@ -53,6 +53,7 @@ impl v1::gateway_server::Gateway for GatewayApi {
             state_dir: self.state_dir.display().to_string(),
             run_dir: self.run_dir.display().to_string(),
             started: convert::time(self.started),
+            disk: self.service.pressure.look().as_ref().map(convert::host_disk),
         }))
     }
 

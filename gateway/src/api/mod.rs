@@ -1,6 +1,7 @@
 //! `torpor.v1` over the service: conversions and streams, no decisions.
 
 mod convert;
+mod disks;
 mod exec;
 mod gateway;
 mod images;

@@ -8,7 +8,7 @@ use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::v1;
 use torpor_sandbox::{Phase, Request as Ask, lifecycle::may_reach};
 
-use super::{Shared, convert, exec, to_status, watch};
+use super::{Shared, convert, disks, exec, to_status, watch};
 use crate::{
     error::ApiError,
     service::{Deleted, View},
@@ -175,5 +175,26 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
             transitions: page.rows.into_iter().map(convert::transition).collect(),
             next_page_token: page.next.unwrap_or_default(),
         }))
+    }
+
+    async fn get_disk(&self, request: Request<v1::GetDiskRequest>) -> Reply<v1::DiskReport> {
+        disks::get(&self.0, request.into_inner()).await.map(Response::new)
+    }
+
+    async fn grow_disk(&self, request: Request<v1::GrowDiskRequest>) -> Reply<v1::Sandbox> {
+        let record = disks::grow(&self.0, request.into_inner()).await?;
+        Ok(Response::new(self.show(record).await))
+    }
+
+    type CompactDiskStream = Events<v1::CompactDiskProgress>;
+
+    async fn compact_disk(&self, request: Request<v1::CompactDiskRequest>) -> Reply<Self::CompactDiskStream> {
+        disks::compact(&self.0, request.into_inner()).await.map(Response::new)
+    }
+
+    type ExportDiskStream = Events<v1::ExportDiskChunk>;
+
+    async fn export_disk(&self, request: Request<v1::ExportDiskRequest>) -> Reply<Self::ExportDiskStream> {
+        disks::export(&self.0, request.into_inner()).await.map(Response::new)
     }
 }

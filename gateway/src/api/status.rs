@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use tonic::Status;
 use tonic_types::{ErrorDetails, StatusExt as _};
 
-use crate::error::{ApiError, Code};
+use crate::error::{ApiError, Code, RETRY_AFTER};
 
 /// The domain of every reason of ours.
 pub const DOMAIN: &str = "torpor";
@@ -49,7 +49,11 @@ pub fn to_status(error: ApiError) -> Status {
             (key, value)
         })
         .collect();
-    let details = ErrorDetails::with_error_info(error.reason, DOMAIN, metadata);
+    let overloaded = error.reason == "OVERLOADED";
+    let mut details = ErrorDetails::with_error_info(error.reason, DOMAIN, metadata);
+    if overloaded {
+        details.set_retry_info(Some(RETRY_AFTER));
+    }
     Status::with_error_details(code, message, details)
 }
 

@@ -11,7 +11,7 @@ use torpor_proto::v1::{self, sandbox_event::Kind};
 use super::{Shared, convert, to_status};
 use crate::{
     error::ApiError,
-    store::{Cursor, Record, Selector},
+    store::{Cursor, Missed, Record, Since, Wanted},
 };
 
 /// Events that wait for a slow reader; then it is the reader's own stream that waits, and lags, and reads on.
@@ -19,21 +19,9 @@ const BUFFER: usize = 64;
 
 type Events = Pin<Box<dyn Stream<Item = Result<v1::SandboxEvent, Status>> + Send>>;
 
-/// Which sandboxes a watcher wants.
-struct Filter {
-    id: Option<String>,
-    selector: Selector,
-}
-
-impl Filter {
-    fn wants(&self, record: &Record) -> bool {
-        self.id.as_deref().is_none_or(|id| id == record.id.as_str()) && self.selector.matches(&record.labels)
-    }
-}
-
 struct Watcher {
     service: Shared,
-    filter: Filter,
+    wanted: Wanted,
     /// Of the last change that the reader has seen whole: while it is being caught up with, the one before that.
     cursor: Option<Cursor>,
     /// Which sandboxes the reader knows of, so that it hears of the end of those only.
@@ -46,11 +34,18 @@ struct Gone;
 
 /// Starts a watch.
 pub async fn watch(service: Shared, request: v1::WatchSandboxesRequest) -> Result<Events, ApiError> {
-    let id = match request.sandbox.as_str() {
-        "" => None,
-        name => Some(service.store.get(name).await?.id.to_string()),
+    let selector = request.label_selector.parse()?;
+    let wanted = match request.sandbox.as_str() {
+        "" => Wanted::Labels(selector),
+        name => {
+            let record = service.store.get(name).await?;
+            // With labels that it doesn't have it is not one of the wanted.
+            match selector.matches(&record.labels) {
+                true => Wanted::Id(record.id.to_string()),
+                false => Wanted::Id(String::new()),
+            }
+        }
     };
-    let filter = Filter { id, selector: request.label_selector.parse()? };
     let cursor = match request.cursor.as_str() {
         "" => None,
         text => Some(text.parse::<Cursor>()?),
@@ -58,9 +53,10 @@ pub async fn watch(service: Shared, request: v1::WatchSandboxesRequest) -> Resul
     // Before the first read, so that nothing falls between it and the changes.
     let changes = service.store.subscribe();
     let steps = service.progress.subscribe();
-    let missed = service.store.changes_after(cursor).await?;
+    let since = cursor.map_or(Since::START, Since::Cursor);
+    let missed = service.store.changes_since(since, wanted.clone()).await?;
     let (out, events) = mpsc::channel(BUFFER);
-    let mut watcher = Watcher { service, filter, cursor, known: HashSet::new(), out };
+    let mut watcher = Watcher { service, wanted, cursor, known: HashSet::new(), out };
     tokio::spawn(async move {
         let kind = if cursor.is_some() { Kind::Changed } else { Kind::Snapshot };
         // Ends when the reader does.
@@ -72,7 +68,7 @@ pub async fn watch(service: Shared, request: v1::WatchSandboxesRequest) -> Resul
 impl Watcher {
     async fn run(
         &mut self,
-        missed: crate::store::Missed,
+        missed: Missed,
         kind: Kind,
         mut changes: tokio::sync::broadcast::Receiver<crate::store::Change>,
         mut steps: tokio::sync::broadcast::Receiver<torpor_sandbox::SandboxId>,
@@ -94,15 +90,9 @@ impl Watcher {
                         }
                     }
                     Err(RecvError::Lagged(_)) => {
-                        let missed = self.service.store.changes_after(self.cursor).await;
-                        match missed {
-                            Ok(missed) => self.catch_up(missed, Kind::Changed).await?,
-                            Err(error) => {
-                                // The reader is told, and watches again.
-                                let _ = self.out.send(Err(to_status(error.into()))).await;
-                                return Err(Gone);
-                            }
-                        }
+                        let since = self.cursor.map_or(Since::START, Since::Cursor);
+                        let missed = self.read(since).await?;
+                        self.catch_up(missed, Kind::Changed).await?;
                     }
                     Err(RecvError::Closed) => return Ok(()),
                 },
@@ -123,21 +113,39 @@ impl Watcher {
         }
     }
 
-    async fn catch_up(&mut self, missed: crate::store::Missed, kind: Kind) -> Result<(), Gone> {
-        for record in missed.changed {
-            self.changed(Arc::new(record), kind).await?;
+    /// A reader of whom too much was forgotten is told, and watches again.
+    async fn read(&self, since: Since) -> Result<Missed, Gone> {
+        match self.service.store.changes_since(since, self.wanted.clone()).await {
+            Ok(missed) => Ok(missed),
+            Err(error) => {
+                let _ = self.out.send(Err(to_status(error.into()))).await;
+                Err(Gone)
+            }
         }
-        for (id, name, _) in missed.deleted {
-            // Whether the reader knew it can't be told after a break.
-            self.known.insert(id.clone());
-            self.deleted(id, name).await?;
+    }
+
+    async fn catch_up(&mut self, mut missed: Missed, kind: Kind) -> Result<(), Gone> {
+        loop {
+            for record in missed.changed {
+                self.changed(Arc::new(record), kind).await?;
+            }
+            for (id, name, _) in missed.deleted {
+                // Whether the reader knew it can't be told after a break.
+                self.known.insert(id.clone());
+                self.deleted(id, name).await?;
+            }
+            let Some(next) = missed.next else { break };
+            if let Since::Cursor(seen) = next {
+                self.cursor = Some(seen);
+            }
+            missed = self.read(next).await?;
         }
         self.cursor = Some(missed.cursor);
         Ok(())
     }
 
     async fn changed(&mut self, record: Arc<Record>, kind: Kind) -> Result<(), Gone> {
-        if !self.filter.wants(&record) {
+        if !self.wanted.has(&record) {
             return Ok(());
         }
         self.known.insert(record.id.to_string());
@@ -146,7 +154,8 @@ impl Watcher {
     }
 
     async fn deleted(&mut self, id: String, name: String) -> Result<(), Gone> {
-        if !self.known.remove(&id) || self.filter.id.as_deref().is_some_and(|wanted| wanted != id) {
+        let other = matches!(&self.wanted, Wanted::Id(wanted) if *wanted != id);
+        if !self.known.remove(&id) || other {
             return Ok(());
         }
         self.send(Kind::Deleted, Some(convert::buried(id, name))).await

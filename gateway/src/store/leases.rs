@@ -1,11 +1,14 @@
 //! What running sandboxes have borrowed: rows beside the sandboxes, changed in the same transactions.
 
-use std::{collections::HashSet, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashSet},
+    sync::Arc,
+};
 
 use rusqlite::{Connection, OptionalExtension as _, Row};
 use torpor_netpool::{
     CpuSet, Ledger, LedgerError, Loan, PoolConfig, Slot,
-    policy::{Budget, Released, Usage, Want, plan},
+    policy::{Budget, Exhausted, Released, Resource, Usage, Want, choose_cpus, plan},
 };
 use torpor_sandbox::{Run, SandboxId};
 
@@ -64,16 +67,125 @@ fn one(conn: &Connection, id: &str) -> Result<Option<Loan>, StoreError> {
     Ok(conn.prepare_cached(&sql)?.query_row([id], loan_of).optional()?)
 }
 
+/// Counts what is lent, once, on the writer's connection; from then on the sums go with every loan and release, in the
+/// same transactions, so that a start looks at no other loan.
+pub fn count(conn: &Connection) -> Result<(), StoreError> {
+    conn.execute_batch(
+        "PRAGMA temp_store = MEMORY;
+         CREATE TEMP TABLE lent (what TEXT PRIMARY KEY, amount INTEGER NOT NULL) STRICT, WITHOUT ROWID;",
+    )?;
+    all(conn)?.iter().try_for_each(|loan| tally(conn, loan, 1))
+}
+
+/// Adds a loan to the sums, or takes it off.
+fn tally(conn: &Connection, loan: &Loan, sign: i64) -> Result<(), StoreError> {
+    let mut add = conn.prepare_cached(
+        "INSERT INTO temp.lent VALUES (?1, ?2) ON CONFLICT (what) DO UPDATE SET amount = amount + ?2",
+    )?;
+    let amount = |amount: u64| i64::try_from(amount).unwrap_or(i64::MAX).saturating_mul(sign);
+    add.execute(("slots", sign))?;
+    add.execute(("memory", amount(loan.memory_bytes)))?;
+    add.execute(("cpus", amount(loan.cpus.len() as u64)))?;
+    for cpu in loan.cpus.iter() {
+        add.execute((format!("cpu {cpu}"), sign))?;
+    }
+    Ok(())
+}
+
+fn lent(conn: &Connection, what: &str) -> Result<u64, StoreError> {
+    let sql = "SELECT amount FROM temp.lent WHERE what = ?1";
+    let amount: Option<i64> = conn.prepare_cached(sql)?.query_row([what], |row| row.get(0)).optional()?;
+    Ok(u64::try_from(amount.unwrap_or_default()).unwrap_or_default())
+}
+
 /// Gives back whatever `id` has borrowed; true when there was something.
 pub fn release(conn: &Connection, id: &SandboxId) -> Result<bool, StoreError> {
-    let slot: Option<u32> = conn
-        .prepare_cached("DELETE FROM leases WHERE sandbox_id = ?1 RETURNING slot")?
-        .query_row([id.as_str()], |row| row.get(0))
-        .optional()?;
-    if let Some(slot) = slot {
-        conn.prepare_cached("INSERT OR REPLACE INTO slots VALUES (?1, ?2)")?.execute((slot, now()))?;
+    let sql = "DELETE FROM leases WHERE sandbox_id = ?1
+               RETURNING sandbox_id, run, slot, cpus, memory_bytes";
+    let loan = conn.prepare_cached(sql)?.query_row([id.as_str()], loan_of).optional()?;
+    if let Some(loan) = &loan {
+        conn.prepare_cached("INSERT OR REPLACE INTO slots VALUES (?1, ?2)")?.execute((loan.slot.0, now()))?;
+        tally(conn, loan, -1)?;
     }
-    Ok(slot.is_some())
+    Ok(loan.is_some())
+}
+
+/// What ran out, with some of the largest borrowers.
+fn ran_out(
+    conn: &Connection,
+    resource: Resource,
+    wanted: u64,
+    used: u64,
+    capacity: u64,
+) -> Result<StoreError, StoreError> {
+    let holders = conn
+        .prepare_cached("SELECT sandbox_id FROM leases ORDER BY memory_bytes DESC LIMIT 5")?
+        .query_map([], |row| row.get(0))?
+        .collect::<Result<_, _>>()?;
+    let exhausted = Exhausted { resource, wanted, used, capacity, holders };
+    Ok(match exhausted.never_fits() {
+        true => StoreError::NeverFits(exhausted.to_string()),
+        false => StoreError::Exhausted(exhausted.to_string()),
+    })
+}
+
+/// What `plan` of the pool would choose, from the sums: none where these don't tell (slots beyond the range are in use),
+/// and the loans have to be looked at one by one.
+fn quick_plan(
+    conn: &Connection,
+    limits: &PoolLimits,
+    want: Want,
+) -> Result<Option<(Slot, CpuSet)>, StoreError> {
+    let budget = &limits.budget;
+    let capacity = u64::from(limits.network.capacity());
+    let cpus = u64::from(want.cpus.max(1)).min(budget.cpus.len().max(1) as u64);
+    for (resource, what, wanted, capacity) in [
+        (Resource::Cpus, "cpus", cpus, budget.cpu_capacity()),
+        (Resource::Memory, "memory", want.memory_bytes, budget.memory_bytes),
+        (Resource::NetworkSlots, "slots", 1, capacity),
+    ] {
+        let used = lent(conn, what)?;
+        if used.saturating_add(wanted) > capacity {
+            return Err(ran_out(conn, resource, wanted, used, capacity)?);
+        }
+    }
+    // Slots are lent in order before any is lent again, so what was never lent begins after the highest.
+    let highest: Option<u64> = conn
+        .prepare_cached("SELECT max(coalesce((SELECT max(slot) FROM leases), -1), coalesce((SELECT max(slot) FROM slots), -1))")?
+        .query_row([], |row| row.get::<_, i64>(0).map(|slot| u64::try_from(slot).ok()))?;
+    let fresh = highest.map_or(0, |highest| highest + 1);
+    let slot = if fresh < capacity {
+        u32::try_from(fresh).ok()
+    } else if fresh == capacity {
+        conn.prepare_cached("SELECT slot FROM slots ORDER BY released_ms, slot LIMIT 1")?
+            .query_row([], |row| row.get(0))
+            .optional()?
+    } else {
+        None
+    };
+    let mut loads = BTreeMap::new();
+    for cpu in budget.cpus.iter() {
+        loads.insert(cpu, u32::try_from(lent(conn, &format!("cpu {cpu}"))?).unwrap_or(u32::MAX));
+    }
+    Ok(slot.map(|slot| (Slot(slot), choose_cpus(&loads, want.cpus))))
+}
+
+/// Looks at every loan.
+fn full_plan(conn: &Connection, limits: &PoolLimits, want: Want) -> Result<(Slot, CpuSet), StoreError> {
+    let loans = all(conn)?;
+    let released: Vec<Released> = conn
+        .prepare_cached("SELECT slot, released_ms FROM slots")?
+        .query_map([], |row| Ok(Released { slot: Slot(row.get(0)?), at_ms: row.get(1)? }))?
+        .collect::<Result<_, _>>()?;
+    let now_ms = u64::try_from(now()).unwrap_or_default();
+    let chosen =
+        plan(&limits.network, &limits.budget, &loans, released, now_ms, want).map_err(|e| {
+            match e.never_fits() {
+                true => StoreError::NeverFits(e.to_string()),
+                false => StoreError::Exhausted(e.to_string()),
+            }
+        })?;
+    Ok((chosen.slot.slot, chosen.cpus))
 }
 
 fn lend(
@@ -90,26 +202,17 @@ fn lend(
     }
     // A loan of an older run: its compute was seen to be gone, or this run would not be starting.
     release(conn, id)?;
-    let loans = all(conn)?;
-    let released: Vec<Released> = conn
-        .prepare_cached("SELECT slot, released_ms FROM slots")?
-        .query_map([], |row| Ok(Released { slot: Slot(row.get(0)?), at_ms: row.get(1)? }))?
-        .collect::<Result<_, _>>()?;
-    let now_ms = u64::try_from(now()).unwrap_or_default();
-    let chosen =
-        plan(&limits.network, &limits.budget, &loans, released, now_ms, want).map_err(|e| {
-            match e.never_fits() {
-                true => StoreError::NeverFits(e.to_string()),
-                false => StoreError::Exhausted(e.to_string()),
-            }
-        })?;
-    let loan = Loan {
-        sandbox_id: id.to_string(),
-        run: run.0,
-        slot: chosen.slot.slot,
-        cpus: chosen.cpus,
-        memory_bytes: want.memory_bytes,
+    let (slot, cpus) = match quick_plan(conn, limits, want)? {
+        Some(chosen) => chosen,
+        None => full_plan(conn, limits, want)?,
     };
+    let loan = Loan { sandbox_id: id.to_string(), run: run.0, slot, cpus, memory_bytes: want.memory_bytes };
+    insert(conn, &loan)?;
+    Ok(loan)
+}
+
+/// Writes a loan.
+pub fn insert(conn: &Connection, loan: &Loan) -> Result<(), StoreError> {
     conn.prepare_cached("INSERT INTO leases VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?.execute((
         &loan.sandbox_id,
         loan.run,
@@ -118,7 +221,8 @@ fn lend(
         loan.memory_bytes,
         now(),
     ))?;
-    Ok(loan)
+    conn.prepare_cached("DELETE FROM slots WHERE slot = ?1")?.execute([loan.slot.0])?;
+    tally(conn, loan, 1)
 }
 
 impl Store {

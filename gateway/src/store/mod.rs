@@ -6,6 +6,9 @@
 
 mod leases;
 mod lock;
+mod recent;
+pub mod rescue;
+mod resize;
 mod sandboxes;
 mod schema;
 mod watch;
@@ -14,19 +17,30 @@ use std::{
     os::unix::fs::PermissionsExt as _,
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError, mpsc},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
     thread,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::{Semaphore, broadcast, oneshot};
-use torpor_sandbox::{Refusal, SandboxId};
+use torpor_sandbox::{
+    Refusal, SandboxId,
+    failpoint::{Injected, hit},
+};
 
 pub use leases::PoolLimits;
 pub use lock::StateLock;
 pub use sandboxes::{Applied, NewSandbox, RequestKey, Selector, Transition, page_token};
-pub use watch::{Change, Cursor, Missed};
+pub use watch::{Change, Cursor, Missed, Since, Wanted};
+
+use crate::byid::ById;
+
+use recent::Recent;
 
 /// Readers at once.
 const READERS: usize = 4;
@@ -34,6 +48,8 @@ const READERS: usize = 4;
 const GROUP: usize = 256;
 /// Jobs that may wait for the writer; more wait in their callers.
 const QUEUE: usize = 4096;
+/// Requests of clients that may wait for the writer; more are refused. It writes some thousands in a second.
+const MOST_WAITING: usize = 4096;
 const BUSY: Duration = Duration::from_secs(10);
 /// How often, at most, the reserve for a full disk is looked at.
 const RESERVE_CHECK: Duration = Duration::from_secs(60);
@@ -124,7 +140,7 @@ pub enum StoreError {
     },
     /// The file is damaged.
     #[error(
-        "database '{path}' is damaged: {detail}; restore a backup, or move the file away to begin anew (the workspaces under sandboxes/ are kept)"
+        "database '{path}' is damaged: {detail}; put a copy back (torpor admin restore FILE), or make it anew from the folders of the sandboxes (torpor admin rebuild --force): the disks under sandboxes/ are kept"
     )]
     Damaged {
         /// The file.
@@ -155,6 +171,12 @@ pub enum StoreError {
         /// Why.
         source: std::io::Error,
     },
+    /// More is asked for at once than can be written in a useful time.
+    #[error("the gateway has more to write than it can take on: {0} requests wait; try again in a moment")]
+    Overloaded(usize),
+    /// A test's.
+    #[error(transparent)]
+    Injected(#[from] Injected),
     /// The writer has ended.
     #[error("the database is closed")]
     Closed,
@@ -172,6 +194,11 @@ pub struct Store {
     /// For drivers, which ask from threads of their own.
     ledger: Mutex<Connection>,
     changes: broadcast::Sender<Change>,
+    /// Those who wait for a change of one sandbox.
+    listeners: Arc<ById<Change>>,
+    recent: Arc<Recent>,
+    /// Requests that wait for the writer.
+    waiting: AtomicUsize,
     limits: PoolLimits,
     /// Given back by `close`: somebody may still hold the store then.
     lock: Mutex<Option<StateLock>>,
@@ -183,6 +210,14 @@ impl Store {
     /// # Errors
     /// In use, damaged, made by a later version, or not accessible.
     pub fn open(dir: &Path, limits: PoolLimits) -> Result<Self, StoreError> {
+        Self::open_in_groups(dir, limits, GROUP)
+    }
+
+    /// As [`Store::open`]; at most `group` changes share a commit.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_in_groups(dir: &Path, limits: PoolLimits, group: usize) -> Result<Self, StoreError> {
         let io = |action| move |source| StoreError::Io { action, path: dir.to_owned(), source };
         std::fs::create_dir_all(dir).map_err(io("make"))?;
         // Environments hold secrets: nobody but the owner looks into the state.
@@ -193,6 +228,7 @@ impl Store {
         let conn = connect(&path, true)?;
         check(&conn, &path)?;
         schema::migrate(&conn)?;
+        leases::count(&conn)?;
         if !schema::keep_reserve(&conn, &path)? {
             tracing::warn!(
                 "no space for the database's reserve: free some, or lifecycle verbs may fail on a full disk"
@@ -201,13 +237,16 @@ impl Store {
         let readers = (0..READERS).map(|_| connect(&path, false)).collect::<Result<_, _>>()?;
         let ledger = Mutex::new(connect(&path, false)?);
         let (jobs, queue) = mpsc::sync_channel(QUEUE);
-        let (changes, _) = broadcast::channel(8192);
-        let publish = changes.clone();
+        let (changes, _) = broadcast::channel(4096);
+        let listeners = Arc::new(ById::default());
+        let recent = Arc::new(Recent::default());
+        let publish =
+            Publisher { all: changes.clone(), listeners: listeners.clone(), recent: recent.clone() };
         let writer = thread::Builder::new()
             .name("store-writer".to_owned())
             .spawn({
                 let path = path.clone();
-                move || write_in_groups(&conn, &path, &queue, &publish)
+                move || write_in_groups(&conn, &path, &queue, &publish, group.max(1))
             })
             .map_err(|source| StoreError::Io { action: "start the writer of", path, source })?;
         Ok(Self {
@@ -217,6 +256,9 @@ impl Store {
             permits: Semaphore::new(READERS),
             ledger,
             changes,
+            listeners,
+            recent,
+            waiting: AtomicUsize::new(0),
             limits,
             lock: Mutex::new(Some(lock)),
         })
@@ -225,6 +267,11 @@ impl Store {
     /// Every change from now on. A receiver that lags reads on with [`Store::changes_after`].
     pub fn subscribe(&self) -> broadcast::Receiver<Change> {
         self.changes.subscribe()
+    }
+
+    /// Changes of one sandbox from now on: what others do wakes nobody who waits for this one.
+    pub fn subscribe_to(&self, id: &SandboxId) -> broadcast::Receiver<Change> {
+        self.listeners.subscribe(id)
     }
 
     /// Whether the database can be written.
@@ -244,6 +291,17 @@ impl Store {
             tracing::error!("the database's writer panicked");
         }
         drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+
+    /// As [`Store::write`], for what clients ask: refused when too many wait already, instead of made to wait for ever.
+    async fn write_if_possible<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(&Connection, &mut Vec<Change>) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let waiting = Waiting::among(&self.waiting, MOST_WAITING).map_err(StoreError::Overloaded)?;
+        let done = self.write(job).await;
+        drop(waiting);
+        done
     }
 
     /// Runs `job` in a transaction and returns once it is on the disk. The job runs even if the caller goes away.
@@ -330,38 +388,76 @@ fn check(conn: &Connection, path: &Path) -> Result<(), StoreError> {
     }
 }
 
+/// Tells of what is committed.
+struct Publisher {
+    all: broadcast::Sender<Change>,
+    listeners: Arc<ById<Change>>,
+    recent: Arc<Recent>,
+}
+
+impl Publisher {
+    fn publish(&self, change: Change) {
+        self.recent.put(&change);
+        self.listeners.send(&change.record.id, || change.clone());
+        // Nobody listens.
+        let _ = self.all.send(change);
+    }
+}
+
+/// One of those that wait, counted to its drop.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    /// # Errors
+    /// How many there are, when they are `most` already.
+    fn among(count: &'a AtomicUsize, most: usize) -> Result<Self, usize> {
+        let before = count.fetch_add(1, Ordering::SeqCst);
+        let this = Self(count);
+        if before < most { Ok(this) } else { Err(before) }
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 fn write_in_groups(
     conn: &Connection,
     path: &Path,
     queue: &mpsc::Receiver<Job>,
-    publish: &broadcast::Sender<Change>,
+    publish: &Publisher,
+    group: usize,
 ) {
     let mut reserve_checked = Instant::now();
     while let Ok(first) = queue.recv() {
         let mut completions = Vec::new();
         let mut changes = Vec::new();
-        let begun = conn.execute_batch("BEGIN IMMEDIATE").map_err(|e| e.to_string());
+        let begun = hit("store.begin").map_err(|e| e.to_string());
+        let begun = begun.and_then(|()| conn.execute_batch("BEGIN IMMEDIATE").map_err(|e| e.to_string()));
         let mut next = Some(first);
         let mut jobs = 0;
         while let Some(job) = next {
             completions.extend(run_job(conn, job, &mut changes));
             jobs += 1;
-            next = if jobs < GROUP { queue.try_recv().ok() } else { None };
+            next = if jobs < group { queue.try_recv().ok() } else { None };
         }
-        let committed = begun.and_then(|()| conn.execute_batch("COMMIT").map_err(|e| e.to_string()));
+        let ready = begun.and_then(|()| hit("store.commit").map_err(|e| e.to_string()));
+        let committed = ready.and_then(|()| conn.execute_batch("COMMIT").map_err(|e| e.to_string()));
         if committed.is_err() && !conn.is_autocommit() {
             // Only fails when SQLite has rolled back already.
             let _ = conn.execute_batch("ROLLBACK");
         }
+        // Only a place to end at: what is committed is committed.
+        let _ = hit("store.committed");
         if committed.is_ok() {
-            for change in changes {
-                // Nobody listens.
-                let _ = publish.send(change);
-            }
+            changes.into_iter().for_each(|change| publish.publish(change));
         }
         for completion in completions {
             completion(committed.clone());
         }
+        let _ = hit("store.answered");
         if reserve_checked.elapsed() >= RESERVE_CHECK {
             reserve_checked = Instant::now();
             if !schema::keep_reserve(conn, path).unwrap_or(false) {

@@ -9,7 +9,7 @@ use torpor_sandbox::{
     lifecycle::{Next, next},
 };
 
-use super::{Change, Record, Store, StoreError, from_millis, leases, now, watch};
+use super::{Change, Record, Store, StoreError, Wanted, from_millis, leases, now, watch};
 
 /// Rows that a listing reads at once.
 const BATCH: usize = 1000;
@@ -128,6 +128,19 @@ impl FromStr for Selector {
 }
 
 impl Selector {
+    /// A label that every chosen row has, if there is one.
+    fn narrow(&self) -> Option<(&str, &str)> {
+        self.0.iter().find_map(|term| match term {
+            Term::Is(key, value) => Some((key.as_str(), value.as_str())),
+            _ => None,
+        })
+    }
+
+    /// Whether few rows are read that are not chosen.
+    fn narrows(&self) -> bool {
+        self.0.is_empty() || self.narrow().is_some()
+    }
+
     /// Whether these labels are chosen.
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         self.0.iter().all(|term| match term {
@@ -162,7 +175,7 @@ fn raw(row: &Row<'_>) -> rusqlite::Result<(Record, [String; 3])> {
     Ok((record, [row.get(4)?, row.get(5)?, row.get(6)?]))
 }
 
-fn empty_spec() -> SandboxSpec {
+pub(super) fn empty_spec() -> SandboxSpec {
     SandboxSpec {
         driver: String::new(),
         hostname: String::new(),
@@ -192,57 +205,98 @@ fn finish((mut record, [state, spec, labels]): (Record, [String; 3])) -> Result<
     Ok(record)
 }
 
-/// The rows that a condition chooses, each read or named as unreadable.
-fn rows(
-    conn: &Connection,
-    condition: &str,
-    params: impl rusqlite::Params,
-) -> Result<Vec<Result<Record, StoreError>>, StoreError> {
-    let sql = format!("SELECT {COLUMNS} FROM sandboxes {condition}");
-    let mut statement = conn.prepare_cached(&sql)?;
-    let rows = statement.query_map(params, raw)?;
-    Ok(rows.map(|row| finish(row?)).collect())
-}
-
+/// The rows that a condition chooses.
 fn select(
     conn: &Connection,
     condition: &str,
     params: impl rusqlite::Params,
 ) -> Result<Vec<Record>, StoreError> {
-    rows(conn, condition, params)?.into_iter().collect()
+    let sql = format!("SELECT {COLUMNS} FROM sandboxes {condition}");
+    let mut statement = conn.prepare_cached(&sql)?;
+    let rows = statement.query_map(params, raw)?;
+    rows.map(|row| finish(row?)).collect()
 }
 
-/// As `select`, for listings: a row that can't be read is left out and logged, so that it hides no other.
+/// A row of a listing.
+pub(super) struct Listed {
+    seq: u64,
+    pub(super) change: u64,
+    /// None: it can't be read.
+    pub(super) record: Option<Record>,
+}
+
+/// As `select`, for listings: a row that can't be read is named in the log and hides no other.
 fn select_readable(
     conn: &Connection,
     condition: &str,
     params: impl rusqlite::Params,
-) -> Result<Vec<Record>, StoreError> {
-    let readable = rows(conn, condition, params)?.into_iter().filter_map(|row| match row {
-        Err(error @ StoreError::Row { .. }) => {
-            tracing::error!(%error, "left out of a listing");
-            None
-        }
-        other => Some(other),
+) -> Result<Vec<Listed>, StoreError> {
+    let sql = format!("SELECT {COLUMNS} FROM sandboxes {condition}");
+    let mut statement = conn.prepare_cached(&sql)?;
+    let readable = statement.query_map(params, raw)?.map(|row| {
+        let row = row?;
+        let (seq, change) = (row.0.seq, row.0.change);
+        let record = finish(row).inspect_err(|error| tracing::error!(%error, "left out of a listing")).ok();
+        Ok(Listed { seq, change, record })
     });
     readable.collect()
 }
 
 /// By id, or by name.
-fn load(conn: &Connection, key: &str) -> Result<Record, StoreError> {
+pub(super) fn load(conn: &Connection, key: &str) -> Result<Record, StoreError> {
     let column = if key.parse::<SandboxId>().is_ok() { "WHERE id = ?1" } else { "WHERE name = ?1" };
     select(conn, column, [key])?.pop().ok_or_else(|| StoreError::NotFound(clip(key)))
 }
 
-pub(super) fn changed_after(conn: &Connection, change: u64) -> Result<Vec<Record>, StoreError> {
-    select_readable(conn, "WHERE change > ?1 ORDER BY change", [change])
+/// At most `size` rows that changed after `change`, in the order of their last changes. A label narrows what is read.
+pub(super) fn changed_after(
+    conn: &Connection,
+    wanted: &Wanted,
+    change: u64,
+    size: usize,
+) -> Result<Vec<Listed>, StoreError> {
+    let selector = match wanted {
+        Wanted::Id(id) => return select_readable(conn, "WHERE id = ?1 AND change > ?2", (id, change)),
+        Wanted::Labels(selector) => selector,
+    };
+    match selector.narrow() {
+        Some((key, value)) => select_readable(
+            conn,
+            "WHERE seq IN (SELECT seq FROM labels WHERE key = ?1 AND value = ?2) AND change > ?3
+             ORDER BY change LIMIT ?4",
+            (key, value, change, size),
+        ),
+        None => select_readable(conn, "WHERE change > ?1 ORDER BY change LIMIT ?2", (change, size)),
+    }
 }
 
-fn json(id: &SandboxId, what: &'static str, value: &impl serde::Serialize) -> Result<String, StoreError> {
+/// At most `size` rows after the one with this number, in the order of creation.
+fn batch_of(
+    conn: &Connection,
+    selector: &Selector,
+    after: u64,
+    size: usize,
+) -> Result<Vec<Listed>, StoreError> {
+    match selector.narrow() {
+        Some((key, value)) => select_readable(
+            conn,
+            "WHERE seq IN (SELECT seq FROM labels WHERE key = ?1 AND value = ?2 AND seq > ?3 ORDER BY seq LIMIT ?4)
+             ORDER BY seq",
+            (key, value, after, size),
+        ),
+        None => select_readable(conn, "WHERE seq > ?1 ORDER BY seq LIMIT ?2", (after, size)),
+    }
+}
+
+pub(super) fn json(
+    id: &SandboxId,
+    what: &'static str,
+    value: &impl serde::Serialize,
+) -> Result<String, StoreError> {
     serde_json::to_string(value).map_err(|source| StoreError::Row { id: id.to_string(), what, source })
 }
 
-fn insert(conn: &Connection, new: NewSandbox) -> Result<Record, StoreError> {
+pub(super) fn insert(conn: &Connection, new: NewSandbox) -> Result<Record, StoreError> {
     let taken = conn.prepare_cached("SELECT 1 FROM sandboxes WHERE name = ?1")?.exists([&new.name])?;
     if taken {
         return Err(StoreError::NameTaken(new.name));
@@ -310,7 +364,12 @@ fn note(
 }
 
 /// Writes the state that an event leads to. `release` gives back the loan in the same transaction.
-fn swap(conn: &Connection, mut record: Record, state: State, why: &str) -> Result<Record, StoreError> {
+pub(super) fn swap(
+    conn: &Connection,
+    mut record: Record,
+    state: State,
+    why: &str,
+) -> Result<Record, StoreError> {
     let (from, at) = (record.state.phase, now());
     let moved = from != state.phase;
     let after = (at - super::millis(record.since)).max(0);
@@ -400,7 +459,7 @@ fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, Store
     }
 }
 
-fn remember(conn: &Connection, key: &RequestKey, id: &SandboxId) -> Result<(), StoreError> {
+pub(super) fn remember(conn: &Connection, key: &RequestKey, id: &SandboxId) -> Result<(), StoreError> {
     let at = now();
     conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5)")?.execute((
         &key.id,
@@ -426,7 +485,7 @@ impl Store {
         new: NewSandbox,
         request: Option<RequestKey>,
     ) -> Result<Arc<Record>, StoreError> {
-        self.write(move |conn, changes| {
+        self.write_if_possible(move |conn, changes| {
             if let Some(key) = &request {
                 if let Some(id) = replayed(conn, key)? {
                     return load(conn, &id).map(Arc::new);
@@ -452,7 +511,7 @@ impl Store {
         expected: Option<u64>,
         request: Option<RequestKey>,
     ) -> Result<Applied, StoreError> {
-        self.write(move |conn, changes| {
+        self.write_if_possible(move |conn, changes| {
             if let Some(request) = &request
                 && let Some(id) = replayed(conn, request)?
             {
@@ -467,6 +526,15 @@ impl Store {
             apply(conn, changes, record, &event, &why, String::new())
         })
         .await
+    }
+
+    /// Writes what happened to a sandbox, whatever version it is at.
+    ///
+    /// # Errors
+    /// `NotFound`, or the database's.
+    pub async fn note(&self, key: String, event: Event, why: String) -> Result<Applied, StoreError> {
+        self.write(move |conn, changes| apply(conn, changes, load(conn, &key)?, &event, &why, String::new()))
+            .await
     }
 
     /// Writes what happened, if the record is still at `version`; `release` gives back its loan as well, the compute
@@ -500,6 +568,9 @@ impl Store {
     /// # Errors
     /// `NotFound`, or the database's.
     pub async fn get(self: &Arc<Self>, key: &str) -> Result<Record, StoreError> {
+        if let Some(record) = key.parse().ok().and_then(|id| self.recent.get(&id)) {
+            return Ok(Record::clone(&record));
+        }
         let key = key.to_owned();
         self.read(move |conn| load(conn, &key)).await
     }
@@ -524,18 +595,19 @@ impl Store {
     ) -> Result<Page<Record>, StoreError> {
         let mut after = token.as_deref().map(parse_token).transpose()?.unwrap_or_default();
         self.read(move |conn| {
-            let mut rows = Vec::with_capacity(size.min(1000));
+            let mut rows = Vec::with_capacity(size.min(BATCH));
+            // One more than the page, so that it can be told whether there is another; all that can be chosen from when
+            // few may be.
+            let batch_size = if selector.narrows() { (size + 1).min(BATCH) } else { BATCH };
             loop {
-                let batch = select_readable(conn, "WHERE seq > ?1 ORDER BY seq LIMIT ?2", (after, BATCH))?;
-                let last = batch.is_empty();
-                for record in batch {
+                let batch = batch_of(conn, &selector, after, batch_size)?;
+                let last = batch.len() < batch_size;
+                for row in batch {
                     if rows.len() == size {
                         return Ok(Page { rows, next: Some(page_token(after)) });
                     }
-                    after = record.seq;
-                    if selector.matches(&record.labels) {
-                        rows.push(record);
-                    }
+                    after = row.seq;
+                    rows.extend(row.record.filter(|record| selector.matches(&record.labels)));
                 }
                 if last {
                     return Ok(Page { rows, next: None });

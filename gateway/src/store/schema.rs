@@ -7,7 +7,8 @@ use rusqlite::{Connection, OptionalExtension as _};
 use super::StoreError;
 
 /// Every migration so far; `PRAGMA user_version` counts those applied.
-const MIGRATIONS: &[&str] = &[r"
+const MIGRATIONS: &[&str] = &[
+    r"
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 
 CREATE TABLE sandboxes (
@@ -74,14 +75,53 @@ BEGIN SELECT RAISE(ABORT, 'a suspended or stopped sandbox holds no lease'); END;
 CREATE TRIGGER no_lease_at_rest BEFORE INSERT ON leases
 WHEN (SELECT phase FROM sandboxes WHERE id = NEW.sandbox_id) IN ('Suspended', 'Stopped')
 BEGIN SELECT RAISE(ABORT, 'a suspended or stopped sandbox takes no lease'); END;
-"];
+",
+    r"
+-- What has something to do is found without a look at what rests.
+CREATE INDEX sandboxes_unsettled ON sandboxes (id)
+WHERE phase NOT IN ('Suspended', 'Stopped', 'Completed') OR json_extract(state, '$.then') IS NOT NULL;
 
-/// Brings the database to the present shape.
-pub fn migrate(conn: &Connection) -> Result<(), StoreError> {
+-- Labels, so that a selector reads what it chooses and not everything.
+CREATE TABLE labels (
+    key   TEXT NOT NULL,
+    value TEXT NOT NULL,
+    seq   INTEGER NOT NULL,
+    PRIMARY KEY (key, value, seq)
+) STRICT, WITHOUT ROWID;
+INSERT INTO labels SELECT j.key, j.value, s.seq FROM sandboxes s, json_each(s.labels) j;
+CREATE TRIGGER labels_of_new AFTER INSERT ON sandboxes
+BEGIN INSERT INTO labels SELECT j.key, j.value, NEW.seq FROM json_each(NEW.labels) j; END;
+CREATE TRIGGER labels_of_changed AFTER UPDATE OF labels ON sandboxes
+BEGIN
+    DELETE FROM labels WHERE seq = OLD.seq AND (key, value) IN (SELECT j.key, j.value FROM json_each(OLD.labels) j);
+    INSERT INTO labels SELECT j.key, j.value, NEW.seq FROM json_each(NEW.labels) j;
+END;
+CREATE TRIGGER labels_of_gone AFTER DELETE ON sandboxes
+BEGIN
+    DELETE FROM labels WHERE seq = OLD.seq AND (key, value) IN (SELECT j.key, j.value FROM json_each(OLD.labels) j);
+END;
+
+CREATE INDEX leases_memory ON leases (memory_bytes);
+CREATE INDEX slots_released ON slots (released_ms);
+DELETE FROM slots WHERE slot IN (SELECT slot FROM leases);
+",
+];
+
+/// How many migrations a database has seen.
+///
+/// # Errors
+/// `Newer`: more than there are here.
+pub fn known(conn: &Connection) -> Result<usize, StoreError> {
     let at: usize = conn.query_row("PRAGMA user_version", [], |row| row.get(0))?;
     if at > MIGRATIONS.len() {
         return Err(StoreError::Newer { found: at, known: MIGRATIONS.len() });
     }
+    Ok(at)
+}
+
+/// Brings the database to the present shape.
+pub fn migrate(conn: &Connection) -> Result<(), StoreError> {
+    let at = known(conn)?;
     for (number, migration) in MIGRATIONS.iter().enumerate().skip(at) {
         conn.execute_batch(&format!(
             "BEGIN IMMEDIATE; {migration} PRAGMA user_version = {}; COMMIT;",

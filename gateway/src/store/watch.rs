@@ -4,10 +4,13 @@ use std::{fmt, str::FromStr, sync::Arc};
 
 use rusqlite::Connection;
 
-use super::{Record, Store, StoreError, sandboxes, schema};
+use super::{Record, Selector, Store, StoreError, sandboxes, schema};
 
 /// Deletions that are remembered for watchers who were away.
 const TOMBSTONES: i64 = 20_000;
+
+/// Rows that a watcher reads at once.
+const PIECE: usize = 500;
 
 /// One committed change.
 #[derive(Clone, Debug)]
@@ -41,7 +44,45 @@ impl FromStr for Cursor {
     }
 }
 
-/// What a watcher has missed.
+/// Where a watcher reads on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Since {
+    /// It has seen everything up to here.
+    Cursor(Cursor),
+    /// It is being shown what there is.
+    Snapshot {
+        /// Rows that last changed up to here were shown.
+        shown: u64,
+        /// The number of the last change when the first of them was read; none: nothing was read yet.
+        begun: Option<u64>,
+    },
+}
+
+impl Since {
+    /// From nothing on.
+    pub const START: Self = Self::Snapshot { shown: 0, begun: None };
+}
+
+/// Which sandboxes a watcher wants.
+#[derive(Clone, Debug)]
+pub enum Wanted {
+    /// This one.
+    Id(String),
+    /// Those with these labels.
+    Labels(Selector),
+}
+
+impl Wanted {
+    /// Whether this is one of them.
+    pub fn has(&self, record: &Record) -> bool {
+        match self {
+            Self::Id(id) => id == record.id.as_str(),
+            Self::Labels(selector) => selector.matches(&record.labels),
+        }
+    }
+}
+
+/// A piece of what a watcher has missed.
 #[derive(Debug)]
 pub struct Missed {
     /// Present states of what has changed, in the order of their last changes.
@@ -50,6 +91,8 @@ pub struct Missed {
     pub deleted: Vec<(String, String, u64)>,
     /// Up to here.
     pub cursor: Cursor,
+    /// Where the next piece begins, if there is one.
+    pub next: Option<Since>,
 }
 
 /// The next change's number; called only by the writer.
@@ -84,36 +127,42 @@ pub fn bury(conn: &Connection, record: &Record, number: u64, at: i64) -> Result<
 }
 
 impl Store {
-    /// Everything that changed after `cursor`; with none, everything there is.
+    /// The next piece of what changed of the wanted rows, and of what was deleted. What changes meanwhile comes (again) in
+    /// a later piece.
     ///
     /// # Errors
-    /// `CursorTooOld` when deletions after it were forgotten.
-    pub async fn changes_after(self: &Arc<Self>, cursor: Option<Cursor>) -> Result<Missed, StoreError> {
+    /// `CursorTooOld` when deletions that the watcher has not heard of were forgotten.
+    pub async fn changes_since(self: &Arc<Self>, since: Since, wanted: Wanted) -> Result<Missed, StoreError> {
         self.read(move |conn| {
             // One snapshot: what is read belongs together.
             let snapshot = conn.unchecked_transaction()?;
             let forgotten =
                 schema::meta(&snapshot, "forgotten")?.and_then(|n| n.parse().ok()).unwrap_or(0_u64);
             let last = last_change(&snapshot)?;
-            let after = match cursor {
-                Some(Cursor(number)) if number < forgotten || number > last => {
-                    return Err(StoreError::CursorTooOld);
-                }
-                Some(Cursor(number)) => number,
-                None => 0,
+            // Deletions after `heard` are told.
+            let (after, heard) = match since {
+                Since::Cursor(Cursor(number)) => (number, number),
+                Since::Snapshot { shown, begun } => (shown, begun.unwrap_or(last)),
             };
-            let changed = sandboxes::changed_after(&snapshot, after)?;
-            let deleted = if cursor.is_some() {
-                snapshot
-                    .prepare_cached(
-                        "SELECT id, name, change FROM tombstones WHERE change > ?1 ORDER BY change",
-                    )?
-                    .query_map([after], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?
-                    .collect::<Result<_, _>>()?
-            } else {
-                Vec::new()
+            if heard < forgotten || heard > last {
+                return Err(StoreError::CursorTooOld);
+            }
+            let rows = sandboxes::changed_after(&snapshot, &wanted, after, PIECE)?;
+            let more = rows.len() == PIECE;
+            let until = rows.last().map(|row| row.change).filter(|_| more).unwrap_or(last);
+            let deleted = snapshot
+                .prepare_cached(
+                    "SELECT id, name, change FROM tombstones WHERE change > ?1 AND change <= ?2 ORDER BY change",
+                )?
+                .query_map([after.max(heard), until], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?
+                .collect::<Result<_, _>>()?;
+            let changed = rows.into_iter().filter_map(|row| row.record).collect();
+            let next = match since {
+                _ if !more => None,
+                Since::Cursor(_) => Some(Since::Cursor(Cursor(until))),
+                Since::Snapshot { .. } => Some(Since::Snapshot { shown: until, begun: Some(heard) }),
             };
-            Ok(Missed { changed, deleted, cursor: Cursor(last) })
+            Ok(Missed { changed, deleted, cursor: Cursor(until), next })
         })
         .await
     }

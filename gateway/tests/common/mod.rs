@@ -22,11 +22,16 @@ pub struct World {
 }
 
 pub async fn channel(socket: PathBuf) -> Channel {
+    try_channel(socket).await.unwrap()
+}
+
+/// The same, to a gateway that may end at any time.
+pub async fn try_channel(socket: PathBuf) -> Result<Channel, tonic::transport::Error> {
     let connect = tower::service_fn(move |_: Uri| {
         let socket = socket.clone();
         async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
     });
-    Endpoint::from_static("http://gateway").connect_with_connector(connect).await.unwrap()
+    Endpoint::from_static("http://gateway").connect_with_connector(connect).await
 }
 
 impl World {
@@ -110,4 +115,11 @@ pub fn error_info(status: &tonic::Status) -> (String, String) {
     let info = status.get_error_details().error_info().cloned().expect("every error carries ErrorInfo");
     assert_eq!(info.domain, "torpor");
     (info.reason.clone(), info.metadata.get("next").cloned().unwrap_or_default())
+}
+
+/// Makes the database of an ended gateway one of an earlier boot of the host.
+pub fn pretend_host_restart(state_dir: &std::path::Path) {
+    let db = rusqlite::Connection::open(state_dir.join("torpor.db")).unwrap();
+    let changed = db.execute("UPDATE meta SET value = 'an earlier boot' WHERE key = 'boot_id'", []).unwrap();
+    assert_eq!(changed, 1);
 }

@@ -56,7 +56,7 @@ impl Client {
         self
     }
 
-    fn sandboxes(&self) -> SandboxesClient<Channel> {
+    pub(crate) fn sandboxes(&self) -> SandboxesClient<Channel> {
         SandboxesClient::new(self.channel.clone())
     }
 
@@ -205,6 +205,24 @@ impl Client {
             }
             request.page_token = page.next_page_token;
         }
+    }
+
+    /// The workspace disk of a sandbox; with `check` also whether its structure is in order, for which it must be at rest.
+    ///
+    /// # Errors
+    /// See [`Client`].
+    pub async fn disk(&self, sandbox: &str, check: bool) -> Result<v1::DiskReport, Error> {
+        let request = v1::GetDiskRequest { sandbox: sandbox.to_owned(), check };
+        retried!(self.sandboxes().get_disk(request))
+    }
+
+    /// Makes the disk of a sandbox at rest larger, to this size in bytes. The guest sees it at its next start.
+    ///
+    /// # Errors
+    /// See [`Client`].
+    pub async fn grow_disk(&self, sandbox: &str, size_bytes: u64) -> Result<v1::Sandbox, Error> {
+        let request = v1::GrowDiskRequest { target: Some(target(sandbox)), size_bytes };
+        retried!(self.sandboxes().grow_disk(request))
     }
 
     /// All images.

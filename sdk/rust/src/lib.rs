@@ -18,6 +18,7 @@
 //! ```
 
 mod client;
+mod disk;
 mod endpoint;
 mod error;
 mod exec;
@@ -27,6 +28,7 @@ mod wait;
 mod watch;
 
 pub use client::Client;
+pub use disk::{DiskExport, DiskPiece};
 pub use endpoint::DEFAULT_ENDPOINT;
 pub use error::{ApiError, Error};
 pub use exec::{Exec, ExecInput, ExecOutput, Output};

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::sync::OnceLock;
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -21,37 +22,41 @@ pub struct FilterError {
     pub source: seccompiler::BackendError,
 }
 
-/// One program per kind of thread.
+/// One program per kind of thread, each made when it is first needed: what a process does before its guest runs counts.
 #[derive(Debug)]
 pub struct Filters {
-    /// In the order of [`ThreadKind::ALL`]; none at all: threads go unfiltered.
-    programs: Vec<BpfProgram>,
+    on: bool,
+    /// In the order of [`ThreadKind::ALL`].
+    programs: [OnceLock<BpfProgram>; ThreadKind::ALL.len()],
 }
 
 impl Filters {
-    /// Builds all of them. To be done once, before any thread is started.
-    ///
-    /// # Errors
-    /// [`FilterError`].
-    pub fn compile() -> Result<Self, FilterError> {
-        let program =
-            |kind: &ThreadKind| compile(*kind).map_err(|source| FilterError { kind: kind.name(), source });
-        Ok(Self { programs: ThreadKind::ALL.iter().map(program).collect::<Result<_, _>>()? })
+    /// The filters.
+    pub fn on() -> Self {
+        Self { on: true, programs: Default::default() }
     }
 
     /// No filters, for debugging.
     pub fn off() -> Self {
-        Self { programs: Vec::new() }
+        Self { on: false, programs: Default::default() }
     }
 
     /// Filters the calling thread from here on, and all threads that it starts. A thread that has a filter already (its
     /// starter's) is bound by both. The process must have `no_new_privs` or be root's.
     ///
     /// # Errors
-    /// The kernel's. The thread must not go on.
+    /// The kernel's, or a mistake in the table ([`FilterError`]). The thread must not go on.
     pub fn install(&self, kind: ThreadKind) -> io::Result<()> {
         let place = ThreadKind::ALL.iter().position(|other| *other == kind);
-        let Some(program) = place.and_then(|place| self.programs.get(place)) else { return Ok(()) };
+        let Some(place) = place.filter(|_| self.on) else { return Ok(()) };
+        let program = match self.programs[place].get() {
+            Some(program) => program,
+            None => {
+                let made = compile(kind).map_err(|source| FilterError { kind: kind.name(), source });
+                let made = made.map_err(io::Error::other)?;
+                self.programs[place].get_or_init(|| made)
+            }
+        };
         let length = u16::try_from(program.len()).map_err(io::Error::other)?;
         // `sock_filter` is the kernel's structure in both crates.
         let filter = libc::sock_fprog { len: length, filter: program.as_ptr().cast_mut().cast() };

@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 use std::path::PathBuf;
 
 use torpor_vmm_api::ConfigError;
-use torpor_vmm_jail::{FilterError, JailError};
+use torpor_vmm_jail::JailError;
 
 /// Everything that can go wrong before the guest runs. The causes are in `source()`: [`with_causes`].
 #[derive(Debug, thiserror::Error)]
@@ -29,8 +29,6 @@ pub(super) enum StartError {
     Overlay(#[from] torpor_overlay::Error),
     #[error(transparent)]
     Jail(#[from] JailError),
-    #[error(transparent)]
-    Filter(#[from] FilterError),
     #[error("{what}")]
     Host { what: &'static str, source: io::Error },
     #[error("make the {what} device")]

@@ -1,6 +1,8 @@
 //! The seam between what runs a VM and everything around it. Above it, once: launch, adoption, the console file, the
 //! agent's channel, stop and cleanup. Below it, per machine: the command line, and how to ask a running one.
 
+mod control;
+mod kvm;
 mod qemu;
 mod qmp;
 mod tsc;
@@ -8,7 +10,7 @@ mod tsc;
 use std::{
     ffi::OsString,
     io,
-    os::fd::RawFd,
+    os::fd::{OwnedFd, RawFd},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -35,15 +37,21 @@ pub(crate) struct Launch<'a> {
     pub(crate) cpus: u32,
     pub(crate) memory_bytes: u64,
     pub(crate) net: &'a GuestNet,
-    /// The TAP's descriptor in the new process. Its standard input is the overlay's lock, to be held and not used.
+    /// Largest packet of the guest, bytes.
+    pub(crate) mtu: u32,
+    /// The user that the process may become; it owns the TAP.
+    pub(crate) uid: Option<u32>,
+    /// The TAP's descriptor in the new process. Its standard input is the overlay, with the lock on it.
     pub(crate) tap_fd: RawFd,
 }
 
 /// The process to start.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) program: PathBuf,
     pub(crate) args: Vec<OsString>,
+    /// Descriptors that the process inherits, under the numbers that they have here.
+    pub(crate) inherited: Vec<OwnedFd>,
 }
 
 /// Where the guest's agent is reached.
@@ -51,6 +59,9 @@ pub(crate) struct Plan {
 pub(crate) enum AgentEndpoint {
     /// A Unix socket that is one end of a virtio-serial port.
     VirtioSerial(PathBuf),
+    /// A Unix socket of the host's side of vsock, and the agent's port. A connection that is made before the guest listens
+    /// waits for it.
+    Vsock(PathBuf, u32),
 }
 
 /// How a guest ended, as far as its machine can tell.
@@ -64,6 +75,19 @@ pub(crate) enum GuestEnd {
     Panic,
     /// The machine can't go on with it.
     Crash,
+    /// The machine's process was told to end.
+    Ordered,
+}
+
+/// What a machine's process left when it ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LastWords {
+    /// How the guest ended, where the process wrote it down.
+    pub(crate) end: Option<GuestEnd>,
+    /// More about it, for people.
+    pub(crate) detail: Option<String>,
+    /// What of the console was not taken over before.
+    pub(crate) console: Vec<u8>,
 }
 
 /// One kind of machine.
@@ -81,6 +105,12 @@ pub(crate) trait Machine: Send + Sync + std::fmt::Debug {
     fn agent(&self, run_dir: &Path) -> AgentEndpoint;
     /// Connects to the running machine. There is one connection at a time.
     async fn monitor(&self, run_dir: &Path) -> io::Result<Box<dyn Monitor>>;
+    /// What its process left when it ended. Blocks.
+    fn last_words(&self, _run_dir: &Path) -> LastWords {
+        LastWords::default()
+    }
+    /// The most that its process needs beyond guest memory, bytes: a limit against leaks, not a budget.
+    fn headroom(&self) -> u64;
 }
 
 /// A connection to a running machine. An error means that it is lost; another one may be made.
@@ -94,11 +124,80 @@ pub(crate) trait Monitor: Send {
     async fn quit(&mut self) -> io::Result<()>;
 }
 
-/// The machine that the configuration asks for.
-pub(crate) fn open(config: &VmConfig, probe: &Probe) -> Result<Arc<dyn Machine>, ConfigError> {
-    match config.machine.as_str() {
-        "auto" | "qemu" => Ok(Arc::new(qemu::Qemu::new(&config.qemu, probe))),
-        "kvm" => Err(ConfigError::NoKvmMachine),
-        other => Err(ConfigError::UnknownMachine(other.to_owned())),
+/// The machines of this host.
+#[derive(Debug)]
+pub(crate) struct Machines {
+    qemu: Arc<dyn Machine>,
+    kvm: Result<Arc<dyn Machine>, String>,
+    /// What "auto" is.
+    default: Arc<dyn Machine>,
+    /// Why.
+    choice: String,
+}
+
+impl Machines {
+    /// The machines that there are. "auto" is kvm where KVM runs a stock kernel and torpor-vmm is there, else qemu.
+    pub(crate) fn open(config: &VmConfig, probe: &Probe) -> Result<Self, ConfigError> {
+        let qemu: Arc<dyn Machine> = Arc::new(qemu::Qemu::new(&config.qemu, probe));
+        let kvm = match (&config.vmm, probe.usable) {
+            (Some(program), true) => Ok(Arc::new(kvm::Kvm::new(program)) as Arc<dyn Machine>),
+            (_, false) => Err(format!("{}; use auto or qemu", probe.reason)),
+            (None, true) => Err(
+                "the program torpor-vmm was found neither where the configuration's `vmm` says nor beside torpor"
+                    .to_owned(),
+            ),
+        };
+        let (default, choice) = match (config.machine.as_str(), &kvm) {
+            ("auto", Ok(kvm)) => (Arc::clone(kvm), "kvm: this host's KVM runs a stock kernel".to_owned()),
+            ("auto", Err(why)) => (Arc::clone(&qemu), format!("qemu: {why}")),
+            ("qemu", _) => (Arc::clone(&qemu), "qemu: the configuration says so".to_owned()),
+            ("kvm", Ok(kvm)) => (Arc::clone(kvm), "kvm: the configuration says so".to_owned()),
+            ("kvm", Err(why)) => return Err(ConfigError::NoKvmMachine(why.clone())),
+            (other, _) => return Err(ConfigError::UnknownMachine(other.to_owned())),
+        };
+        Ok(Self { qemu, kvm, default, choice })
+    }
+
+    /// The machine of this name, "auto" being the default.
+    pub(crate) fn get(&self, name: &str) -> Result<Arc<dyn Machine>, DriverError> {
+        match (name, &self.kvm) {
+            ("auto", _) => Ok(Arc::clone(&self.default)),
+            ("qemu", _) => Ok(Arc::clone(&self.qemu)),
+            ("kvm", Ok(kvm)) => Ok(Arc::clone(kvm)),
+            ("kvm", Err(why)) => {
+                Err(DriverError::Unsupported(format!("machine: 'kvm' can't be used on this host: {why}")))
+            }
+            (other, _) => {
+                Err(DriverError::Invalid(format!("machine: '{other}' is not one of auto, qemu, kvm")))
+            }
+        }
+    }
+
+    /// The machine of a VM that runs: known by the name in its record.
+    pub(crate) fn of_record(&self, name: &str) -> Arc<dyn Machine> {
+        match name {
+            // Also when it could not be chosen any more: it runs.
+            kvm::NAME => {
+                self.kvm.clone().unwrap_or_else(|_| Arc::new(kvm::Kvm::new(Path::new(kvm::PROGRAM))))
+            }
+            _ => Arc::clone(&self.qemu),
+        }
+    }
+
+    /// The machine of a process whose record is lost: known by its program.
+    pub(crate) fn of_process(&self, pid: u32) -> Arc<dyn Machine> {
+        let program = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let name = if program.starts_with(kvm::PROGRAM.as_bytes()) { kvm::NAME } else { "qemu" };
+        self.of_record(name)
+    }
+
+    /// What "auto" is.
+    pub(crate) fn default(&self) -> &dyn Machine {
+        &*self.default
+    }
+
+    /// What "auto" is, and why: "kvm: this host's KVM runs a stock kernel".
+    pub(crate) fn choice(&self) -> &str {
+        &self.choice
     }
 }

@@ -164,7 +164,8 @@ impl Machine for Qemu {
         args.extend(one("-netdev", format!("tap,id=net,fd={}", launch.tap_fd)));
         args.extend(one("-device", format!("virtio-net-device,netdev=net,mac={}", launch.net.mac)));
         args.extend(one("-device", "virtio-rng-device".into()));
-        Ok(Plan { program: self.program.clone(), args: args.into_iter().map(OsString::from).collect() })
+        let args = args.into_iter().map(OsString::from).collect();
+        Ok(Plan { program: self.program.clone(), args, inherited: Vec::new() })
     }
 
     fn agent(&self, run_dir: &Path) -> AgentEndpoint {
@@ -174,6 +175,10 @@ impl Machine for Qemu {
     async fn monitor(&self, run_dir: &Path) -> io::Result<Box<dyn Monitor>> {
         let monitor = Qmp::connect(&run_dir.join("qmp.sock"), RING, RING_BYTES).await?;
         Ok(Box::new(monitor))
+    }
+
+    fn headroom(&self) -> u64 {
+        512 << 20
     }
 }
 
@@ -196,6 +201,8 @@ mod tests {
             cpus,
             memory_bytes: 256 << 20,
             net: &net,
+            mtu: 1500,
+            uid: None,
             tap_fd: 3,
         };
         let plan = qemu.plan(&launch).unwrap();

@@ -106,6 +106,16 @@ fn probe() -> Option<PathBuf> {
         .map(|entry| entry.path())
 }
 
+/// torpor-vmm, where somebody has built it.
+fn vmm() -> Option<PathBuf> {
+    std::env::var_os("TORPOR_TEST_VMM").map(PathBuf::from).filter(|path| path.is_file())
+}
+
+/// The machine that the whole program is to use: "auto" unless TORPOR_TEST_MACHINE says otherwise.
+pub fn machine() -> String {
+    std::env::var("TORPOR_TEST_MACHINE").unwrap_or_else(|_| "auto".to_owned())
+}
+
 /// The bench of a test, or none when it is to be skipped.
 pub fn bench(test: &str) -> Option<Bench> {
     if let Some((word, reason)) = missing() {
@@ -128,6 +138,8 @@ pub fn bench(test: &str) -> Option<Bench> {
     let mut config = VmConfig::new(&state, folder.path().join("run"), agent().unwrap());
     config.pool = PoolConfig { instance: instance().parse().unwrap(), ..PoolConfig::default() };
     config.probe = probe();
+    config.vmm = vmm();
+    config.machine = machine();
     config.boot_timeout = Duration::from_secs(90);
     Some(Bench { folder, config, loans: Arc::default(), digest: digest.clone() })
 }
@@ -216,9 +228,11 @@ impl Bench {
             }
         }
         let interfaces = nix::net::if_::if_nameindex().unwrap();
+        // Those in stock are nobody's.
+        let pool = &self.config.pool;
         let taps = interfaces
             .iter()
-            .filter(|i| i.name().to_string_lossy().starts_with(&self.config.pool.tap_prefix()));
+            .filter(|interface| pool.slot_of_tap(&interface.name().to_string_lossy()).is_some());
         found.extend(taps.map(|tap| format!("tap {}", tap.name().to_string_lossy())));
         found.extend(
             Firewall::new(&self.config.pool).list().unwrap().iter().map(|guest| format!("element {guest:?}")),

@@ -1,0 +1,170 @@
+//! The control socket of torpor-vmm: JSON lines over a Unix socket.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::UnixStream,
+    time::timeout,
+};
+use torpor_vmm_api::{Event, Reply, Request, VmState};
+
+use super::{GuestEnd, Monitor, kvm};
+
+/// The VMM answers at once unless it hangs.
+const ANSWER: Duration = Duration::from_secs(5);
+/// The longest line that makes sense, bytes.
+const LONGEST: usize = 64 << 10;
+
+/// A connection to the VMM's control socket.
+#[derive(Debug)]
+pub(crate) struct Control {
+    stream: UnixStream,
+    /// Read and not yet taken.
+    buffer: Vec<u8>,
+    /// Seen on the way to something else.
+    end: Option<GuestEnd>,
+    run_dir: PathBuf,
+}
+
+impl Control {
+    /// Connects and asks for events.
+    pub(crate) async fn connect(path: &Path, run_dir: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(path).await?;
+        let mut control = Self { stream, buffer: Vec::new(), end: None, run_dir: run_dir.to_owned() };
+        control.ask(&Request::Subscribe).await?;
+        if let Reply::Status(status) = control.ask(&Request::Status).await?
+            && status.state == VmState::Ended
+            && control.end.is_none()
+        {
+            // The event came before we listened: the process is on its way out and leaves its reason.
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        Ok(control)
+    }
+
+    /// One request and its answer; events in between are kept.
+    async fn ask(&mut self, request: &Request) -> io::Result<Reply> {
+        let mut text = serde_json::to_vec(request)?;
+        text.push(b'\n');
+        let exchange = async {
+            self.stream.write_all(&text).await?;
+            loop {
+                match self.line().await? {
+                    Reply::Event(event) => self.note(&event),
+                    Reply::Refused { reason } => {
+                        return Err(io::Error::other(format!("torpor-vmm refused {request:?}: {reason}")));
+                    }
+                    reply => return Ok(reply),
+                }
+            }
+        };
+        timeout(ANSWER, exchange).await.map_err(|_| {
+            io::Error::new(io::ErrorKind::TimedOut, "torpor-vmm's control socket does not answer")
+        })?
+    }
+
+    fn note(&mut self, event: &Event) {
+        match event {
+            Event::Ended { end } => self.end = self.end.or(Some(kvm::guest_end(end))),
+            Event::DeviceBroken { device, reason } => {
+                tracing::warn!(run_dir = %self.run_dir.display(), device, reason, "a guest broke a device");
+            }
+        }
+    }
+
+    /// The next line. Loses nothing when dropped.
+    async fn line(&mut self) -> io::Result<Reply> {
+        loop {
+            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.buffer.drain(..=end).collect();
+                return serde_json::from_slice(&line).map_err(io::Error::from);
+            }
+            if self.buffer.len() > LONGEST {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "torpor-vmm sent an endless line"));
+            }
+            if self.stream.read_buf(&mut self.buffer).await? == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Monitor for Control {
+    async fn guest_end(&mut self) -> io::Result<GuestEnd> {
+        loop {
+            if let Some(end) = self.end {
+                return Ok(end);
+            }
+            if let Reply::Event(event) = self.line().await? {
+                self.note(&event);
+            }
+        }
+    }
+
+    async fn console(&mut self) -> io::Result<Vec<u8>> {
+        let run_dir = self.run_dir.clone();
+        tokio::task::spawn_blocking(move || kvm::take_console(&run_dir)).await.map_err(io::Error::other)?
+    }
+
+    async fn quit(&mut self) -> io::Result<()> {
+        self.ask(&Request::Shutdown).await.map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{
+        io::{AsyncBufReadExt as _, BufReader},
+        net::UnixListener,
+    };
+    use torpor_vmm_api::End;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_end_that_comes_between_request_and_answer_is_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let vmm = tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut stream = BufReader::new(stream);
+            let mut line = String::new();
+            stream.read_line(&mut line).await.unwrap();
+            assert_eq!(serde_json::from_str::<Request>(&line).unwrap(), Request::Subscribe);
+            let event = serde_json::to_string(&Reply::Event(Event::Ended { end: End::TripleFault })).unwrap();
+            let done = serde_json::to_string(&Reply::Done).unwrap();
+            stream.write_all(format!("{event}\n{done}\n").as_bytes()).await.unwrap();
+            line.clear();
+            stream.read_line(&mut line).await.unwrap();
+            stream.write_all(format!("{done}\n").as_bytes()).await.unwrap();
+            stream
+        });
+        let mut control = Control::connect(&path, folder.path()).await.unwrap();
+        assert_eq!(control.guest_end().await.unwrap(), GuestEnd::Reset);
+        drop(vmm.await.unwrap());
+        assert!(control.quit().await.is_err(), "the process is gone");
+    }
+
+    #[tokio::test]
+    async fn a_refusal_says_what_was_refused_and_why() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let refused = serde_json::to_string(&Reply::Refused { reason: "no".into() }).unwrap();
+            stream.write_all(format!("{refused}\n").as_bytes()).await.unwrap();
+            std::future::pending::<()>().await;
+        });
+        let error = Control::connect(&path, folder.path()).await.unwrap_err().to_string();
+        assert_eq!(error, "torpor-vmm refused Subscribe: no");
+    }
+}

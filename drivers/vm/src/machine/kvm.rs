@@ -1,0 +1,262 @@
+//! torpor-vmm on KVM: our own monitor, the machine that the product is made for.
+
+use std::{
+    fs::File,
+    io,
+    os::{
+        fd::{AsRawFd as _, OwnedFd},
+        unix::{fs::FileExt as _, net::UnixListener},
+    },
+    path::{Path, PathBuf},
+};
+
+use async_trait::async_trait;
+use torpor_sandbox::DriverError;
+use torpor_vmm_api::{AgentSocket, Config, Disk, End, EndFile, Jail, Net, Source, console::ConsoleReader};
+
+use super::{AgentEndpoint, GuestEnd, LastWords, Launch, Machine, Monitor, Plan, control::Control};
+use crate::sys;
+
+/// As in the spec.
+pub(crate) const NAME: &str = "kvm";
+/// The program when it is looked up in PATH.
+pub(crate) const PROGRAM: &str = "torpor-vmm";
+/// Where the agent listens on vsock (agent/src/serve.rs).
+const AGENT_PORT: u32 = 1024;
+/// Guest memory is a multiple of this, bytes.
+const MEMORY_STEP: u64 = 2 << 20;
+/// panic=-1 and reboot=t: a panic and a reboot end the machine at once. The rest is what a kernel does not have to find out on
+/// this machine: there is no keyboard, and the console is for what goes wrong.
+const COMMAND_LINE: &str = "console=ttyS0 quiet reboot=t panic=-1 cryptomgr.notests i8042.noaux i8042.nokbd";
+
+const CONTROL: &str = "control.sock";
+const VSOCK: &str = "vsock.sock";
+const CONSOLE: &str = "console.ring";
+/// How far the console was taken over: a later gateway goes on from there.
+const CONSOLE_READ: &str = "console.read";
+const END: &str = "end.json";
+
+/// torpor-vmm.
+#[derive(Debug)]
+pub(crate) struct Kvm {
+    program: PathBuf,
+}
+
+impl Kvm {
+    pub(crate) fn new(program: &Path) -> Self {
+        Self { program: program.to_owned() }
+    }
+}
+
+/// The whole configuration of a VM; the numbers of its descriptors are those in this process.
+fn config(launch: &Launch<'_>, control: &OwnedFd, vsock: &OwnedFd) -> Result<Config, DriverError> {
+    let path = |path: &Path| Source::Path(path.to_owned());
+    let invalid = |what: &str, given: u64| DriverError::Invalid(format!("{what}: {given} is too much"));
+    let disk = Disk::Overlay {
+        image: Source::Fd(0),
+        path: launch.overlay.to_owned(),
+        base: path(launch.base),
+        serial: "root".to_owned(),
+        rate: None,
+    };
+    let net = Net {
+        tap_fd: launch.tap_fd,
+        mac: launch.net.mac.0,
+        mtu: u16::try_from(launch.mtu).map_err(|_| invalid("mtu", launch.mtu.into()))?,
+        send: None,
+        receive: None,
+    };
+    let vsock = AgentSocket {
+        cid: launch.net.cid,
+        socket: launch.run_dir.join(VSOCK),
+        listener_fd: Some(vsock.as_raw_fd()),
+        connections: 256,
+    };
+    Ok(Config {
+        cpus: u8::try_from(launch.cpus).map_err(|_| invalid("resources.cpus", launch.cpus.into()))?,
+        memory_bytes: launch.memory_bytes.next_multiple_of(MEMORY_STEP),
+        huge_pages: false,
+        kernel: path(launch.kernel),
+        initramfs: Some(path(launch.initramfs)),
+        command_line: COMMAND_LINE.to_owned(),
+        disks: vec![disk],
+        net: Some(net),
+        vsock: Some(vsock),
+        balloon: true,
+        console: Some(path(&launch.run_dir.join(CONSOLE))),
+        console_bytes: 64 << 10,
+        control: None,
+        control_fd: Some(control.as_raw_fd()),
+        end: Some(path(&launch.run_dir.join(END))),
+        jail: Some(Jail { uid: launch.uid, root: None, seccomp: true, cgroup: None }),
+    })
+}
+
+/// A socket that is there before the process is: who connects early waits in its queue.
+fn listen(run_dir: &Path, name: &str) -> Result<OwnedFd, DriverError> {
+    let path = run_dir.join(name);
+    let made = UnixListener::bind(&path);
+    made.map(OwnedFd::from)
+        .map_err(|source| DriverError::backend(format!("listen on {}", path.display()), source))
+}
+
+#[async_trait]
+impl Machine for Kvm {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn label(&self) -> &str {
+        "kvm (torpor-vmm)"
+    }
+
+    fn notice(&self) -> Option<String> {
+        None
+    }
+
+    fn plan(&self, launch: &Launch<'_>) -> Result<Plan, DriverError> {
+        let (control, vsock) = (listen(launch.run_dir, CONTROL)?, listen(launch.run_dir, VSOCK)?);
+        let config = config(launch, &control, &vsock)?;
+        let text = serde_json::to_vec(&config)
+            .map_err(|source| DriverError::backend("write the VM's configuration", source))?;
+        let file = sys::file_in_memory(c"vm-config", &text)
+            .map_err(|source| DriverError::backend("hand over the VM's configuration", source))?;
+        let number = file.as_raw_fd().to_string();
+        let args = ["-name", launch.marker, "--config-fd", &number].map(Into::into).to_vec();
+        Ok(Plan { program: self.program.clone(), args, inherited: vec![file, control, vsock] })
+    }
+
+    fn agent(&self, run_dir: &Path) -> AgentEndpoint {
+        AgentEndpoint::Vsock(run_dir.join(VSOCK), AGENT_PORT)
+    }
+
+    async fn monitor(&self, run_dir: &Path) -> io::Result<Box<dyn Monitor>> {
+        Ok(Box::new(Control::connect(&run_dir.join(CONTROL), run_dir).await?))
+    }
+
+    fn last_words(&self, run_dir: &Path) -> LastWords {
+        let console = take_console(run_dir).unwrap_or_default();
+        let end = std::fs::read(run_dir.join(END)).ok();
+        let Some(file) = end.and_then(|bytes| serde_json::from_slice::<EndFile>(&bytes).ok()) else {
+            return LastWords { console, ..LastWords::default() };
+        };
+        let mut details = detail(&file.end).into_iter().collect::<Vec<_>>();
+        details.extend(file.disk_error.map(|error| format!("the disk could not be closed: {error}")));
+        details.extend(file.broken.iter().map(|device| format!("the guest broke its {device}")));
+        let detail = (!details.is_empty()).then(|| details.join("; "));
+        LastWords { end: Some(guest_end(&file.end)), detail, console }
+    }
+
+    fn headroom(&self) -> u64 {
+        64 << 20
+    }
+}
+
+/// How the guest ended, in the words of all machines.
+pub(super) fn guest_end(end: &End) -> GuestEnd {
+    match end {
+        End::PowerOff => GuestEnd::PowerOff,
+        End::Reset | End::TripleFault => GuestEnd::Reset,
+        End::Panic => GuestEnd::Panic,
+        End::Host => GuestEnd::Ordered,
+        End::Crash { .. } | End::Failed { .. } => GuestEnd::Crash,
+    }
+}
+
+fn detail(end: &End) -> Option<String> {
+    match end {
+        End::Crash { detail } | End::Failed { detail } => Some(detail.clone()),
+        _ => None,
+    }
+}
+
+/// What the guest wrote to its console since the last call, by whichever gateway. Blocks.
+pub(super) fn take_console(run_dir: &Path) -> io::Result<Vec<u8>> {
+    let reader = ConsoleReader::new(File::open(run_dir.join(CONSOLE))?).map_err(io::Error::other)?;
+    let mark = File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(run_dir.join(CONSOLE_READ))?;
+    let mut before = [0; 8];
+    // An empty file is a console that nobody has read.
+    let before = mark.read_exact_at(&mut before, 0).map_or(0, |()| u64::from_le_bytes(before));
+    let read = reader.read_since(before).map_err(io::Error::other)?;
+    if read.total != before {
+        mark.write_all_at(&read.total.to_le_bytes(), 0)?;
+    }
+    Ok(read.bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_netpool::{PoolConfig, Slot};
+
+    use super::*;
+
+    fn planned(run_dir: &Path) -> (Plan, Config) {
+        let net = PoolConfig::default().guest_net("sb-x", Slot(1)).unwrap();
+        let launch = Launch {
+            marker: "torpor-sb-x-run-3",
+            run_dir,
+            kernel: Path::new("/k/vmlinuz"),
+            initramfs: Path::new("/k/initramfs"),
+            overlay: Path::new("/s/overlay.qcow2"),
+            base: Path::new("/i/base.raw"),
+            cpus: 2,
+            memory_bytes: 255 << 20,
+            net: &net,
+            mtu: 1400,
+            uid: Some(70_000),
+            tap_fd: 9,
+        };
+        let plan = Kvm::new(Path::new("/usr/lib/torpor/torpor-vmm")).plan(&launch).unwrap();
+        let text = std::fs::read(format!("/proc/self/fd/{}", plan.inherited[0].as_raw_fd())).unwrap();
+        (plan, serde_json::from_slice(&text).unwrap())
+    }
+
+    #[test]
+    fn the_process_is_named_for_its_run_and_gets_its_whole_configuration_on_a_descriptor() {
+        let folder = tempfile::tempdir().unwrap();
+        let (plan, config) = planned(folder.path());
+        let args: Vec<_> = plan.args.iter().map(|arg| arg.to_str().unwrap()).collect();
+        assert_eq!(args[..3], ["-name", "torpor-sb-x-run-3", "--config-fd"]);
+        assert_eq!(args[3], plan.inherited[0].as_raw_fd().to_string());
+        assert_eq!((config.cpus, config.memory_bytes), (2, 256 << 20));
+        assert_eq!(config.net.as_ref().map(|net| (net.tap_fd, net.mtu)), Some((9, 1400)));
+        assert!(matches!(&config.disks[..], [Disk::Overlay { image: Source::Fd(0), .. }]));
+        assert_eq!(config.jail, Some(Jail { uid: Some(70_000), root: None, seccomp: true, cgroup: None }));
+    }
+
+    #[test]
+    fn its_sockets_are_there_before_the_process_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let (plan, config) = planned(folder.path());
+        let fds: Vec<_> = plan.inherited.iter().map(|fd| Some(fd.as_raw_fd())).collect();
+        assert!(fds.contains(&config.control_fd) && fds.contains(&config.vsock.unwrap().listener_fd));
+        for name in [CONTROL, VSOCK] {
+            std::os::unix::net::UnixStream::connect(folder.path().join(name)).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_end_is_read_from_what_the_process_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let kvm = Kvm::new(Path::new("x"));
+        assert_eq!(kvm.last_words(folder.path()), LastWords::default());
+        let file = EndFile {
+            end: End::Crash { detail: "entry failed".into() },
+            disks_closed: false,
+            disk_error: Some("no space".into()),
+            broken: vec!["net: a loop".into()],
+        };
+        std::fs::write(folder.path().join(END), serde_json::to_vec(&file).unwrap()).unwrap();
+        let words = kvm.last_words(folder.path());
+        assert_eq!(words.end, Some(GuestEnd::Crash));
+        let detail = words.detail.unwrap();
+        for part in ["entry failed", "could not be closed: no space", "broke its net: a loop"] {
+            assert!(detail.contains(part), "{detail}");
+        }
+    }
+}

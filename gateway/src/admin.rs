@@ -1,0 +1,202 @@
+//! What an administrator does about the gateway's database: copy it, put it back, make it anew, and find what it doesn't
+//! know. Without the gateway's help, as that may not be able to start.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use serde_json::Value;
+use torpor_netpool::{CpuSet, Loan, Slot};
+use torpor_sandbox::{Run, SandboxId, SandboxName, SandboxSpec};
+
+use crate::store::{NewSandbox, StateLock, StoreError, rescue};
+
+/// What can't be done about a database.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AdminError {
+    /// The database's.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// It holds sandboxes.
+    #[error("{} knows {count} sandboxes; nothing was changed. To go by the folders instead: torpor admin rebuild --force (it is moved aside, not removed)", path.display())]
+    NotEmpty {
+        /// The database.
+        path: PathBuf,
+        /// Its rows.
+        count: u64,
+    },
+    /// It may hold sandboxes.
+    #[error("{} can't be read ({source}); nothing was changed. With a copy: torpor admin restore FILE; without one: torpor admin rebuild --force (it is moved aside, not removed)", path.display())]
+    Unreadable {
+        /// The database.
+        path: PathBuf,
+        /// Why.
+        source: StoreError,
+    },
+    /// What should be put back is not good.
+    #[error("{} is not a database that can be put back: {source}; nothing was changed", path.display())]
+    BadCopy {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: StoreError,
+    },
+    /// A folder.
+    #[error("read {}: {source}", path.display())]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// What a rebuild came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rebuilt {
+    /// Names of sandboxes that run and are Ready again.
+    pub ready: Vec<String>,
+    /// Names of those that are Stopped.
+    pub stopped: Vec<String>,
+    /// Folders that could not be used, with the reason.
+    pub left_out: Vec<String>,
+    /// Where the old database is.
+    pub old: Option<PathBuf>,
+}
+
+/// Writes a copy of the database to a new file, also while a gateway uses it. The copy's size, bytes.
+///
+/// # Errors
+/// The file is there already, or the database can't be read.
+pub fn backup(state_dir: &Path, to: &Path) -> Result<u64, AdminError> {
+    Ok(rescue::copy(state_dir, to)?)
+}
+
+/// Puts a copy in the place of the database; how many sandboxes it knows, and where the old one is now. No gateway may run.
+///
+/// # Errors
+/// A gateway runs, or the copy is damaged.
+pub fn restore(state_dir: &Path, from: &Path) -> Result<(u64, Option<PathBuf>), AdminError> {
+    let _lock = StateLock::acquire(state_dir)?;
+    let bad = |source| AdminError::BadCopy { path: from.to_owned(), source };
+    let count = rescue::rows(from).map_err(bad)?;
+    let old = rescue::move_away(state_dir)?;
+    rescue::put_back(state_dir, from)?;
+    Ok((count, old))
+}
+
+/// Makes the database anew from the folders of sandboxes. Labels and history are lost; what runs goes on. No gateway may run.
+///
+/// # Errors
+/// A gateway runs, or there is a database with rows or one that can't be read, and `force` is not given.
+pub fn rebuild(state_dir: &Path, run_dir: &Path, force: bool) -> Result<Rebuilt, AdminError> {
+    let _lock = StateLock::acquire(state_dir)?;
+    let path = rescue::path(state_dir);
+    if path.exists() && !force {
+        match rescue::rows(&path) {
+            Ok(0) => {}
+            Ok(count) => return Err(AdminError::NotEmpty { path, count }),
+            Err(source) => return Err(AdminError::Unreadable { path, source }),
+        }
+    }
+    let mut rebuilt = Rebuilt::default();
+    let (mut found, mut names) = (Vec::new(), BTreeSet::new());
+    for id in folders(&state_dir.join("sandboxes"))? {
+        match found_in(state_dir, run_dir, &id, &mut names) {
+            Ok(one) => {
+                let list = if one.loan.is_some() { &mut rebuilt.ready } else { &mut rebuilt.stopped };
+                list.push(one.new.name.clone());
+                found.push(one);
+            }
+            Err(why) => rebuilt.left_out.push(format!("{id}: {why}")),
+        }
+    }
+    rebuilt.old = rescue::move_away(state_dir)?;
+    rescue::make(state_dir, found)?;
+    Ok(rebuilt)
+}
+
+/// Folders named as sandboxes are, in order; none where there is no such folder.
+fn folders(parent: &Path) -> Result<BTreeSet<SandboxId>, AdminError> {
+    let failed = |source| AdminError::Folder { path: parent.to_owned(), source };
+    let entries = match fs::read_dir(parent) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+        Err(error) => return Err(failed(error)),
+    };
+    let names =
+        entries.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>().map_err(failed)?;
+    Ok(names.iter().filter_map(|name| name.to_str()?.parse().ok()).collect())
+}
+
+fn found_in(
+    state_dir: &Path,
+    run_dir: &Path,
+    id: &SandboxId,
+    names: &mut BTreeSet<String>,
+) -> Result<rescue::Found, String> {
+    let folder = state_dir.join("sandboxes").join(id.as_str());
+    let path = folder.join("spec.json");
+    let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let spec: SandboxSpec = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let mut name = spec.hostname.clone();
+    if name.parse::<SandboxName>().is_err() || names.contains(&name) {
+        name = format!("found-{}", id.as_str().trim_start_matches("sb-"));
+    }
+    names.insert(name.clone());
+    let minutes = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() / 60);
+    let new = NewSandbox { id: id.clone(), name, labels: BTreeMap::new(), spec };
+    Ok(rescue::Found { new, loan: loan(run_dir, id), run: Run(minutes) })
+}
+
+/// What a running VM has borrowed, as the record of its start says; none: it doesn't run.
+fn loan(run_dir: &Path, id: &SandboxId) -> Option<Loan> {
+    let text = fs::read_to_string(run_dir.join(id.as_str()).join("vm.json")).ok()?;
+    let record: Value = serde_json::from_str(&text).ok()?;
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    if record["host_boot"].as_str()? != boot.trim() || !record["process"].is_object() {
+        return None;
+    }
+    let slot = serde_json::from_value::<Slot>(record["net"]["slot"].clone()).ok()?;
+    Some(Loan {
+        sandbox_id: id.to_string(),
+        run: record["run"].as_u64()?,
+        slot,
+        cpus: record["cpus"].as_str()?.parse::<CpuSet>().ok()?,
+        memory_bytes: record["memory_bytes"].as_u64()?,
+    })
+}
+
+/// Something that belongs to no record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Orphan {
+    /// Its id.
+    pub id: SandboxId,
+    /// The folder of its disk, if there is one.
+    pub disk: Option<PathBuf>,
+    /// The folder of its run, if it runs or has run.
+    pub run: Option<PathBuf>,
+}
+
+/// Disks and runs on this host that the database below `state_dir` doesn't know.
+///
+/// # Errors
+/// The database or a folder can't be read.
+pub fn orphans(state_dir: &Path, run_dir: &Path) -> Result<Vec<Orphan>, AdminError> {
+    let (disks, runs) = (state_dir.join("sandboxes"), run_dir.to_owned());
+    // Folders first: a sandbox that is made meanwhile has a record before it has a folder.
+    let (with_disk, with_run) = (folders(&disks)?, folders(&runs)?);
+    let known = rescue::ids(&rescue::path(state_dir))?;
+    let unknown = with_disk.union(&with_run).filter(|id| !known.contains(id));
+    Ok(unknown
+        .map(|id| Orphan {
+            id: id.clone(),
+            disk: with_disk.contains(id).then(|| disks.join(id.as_str())),
+            run: with_run.contains(id).then(|| runs.join(id.as_str())),
+        })
+        .collect())
+}

@@ -1,0 +1,384 @@
+//! The care of workspace disks: who may, when, and what becomes of it. Wire types are not known here.
+
+use std::{ops::ControlFlow, sync::Arc};
+
+use tokio::sync::mpsc;
+use torpor_sandbox::{
+    ComputeDriver, DiskCare, DiskFormat, DiskReport, DriverError, Keep, Observed, Phase, SandboxId,
+    disk::{Compacted, Compaction, DiskPiece},
+    spec::size,
+};
+
+use crate::{
+    error::{ApiError, Code, next_command, with_causes},
+    maintenance::{Guard, Kind},
+    pressure::{ADVICE, NEW_DISK, Space},
+    service::{Service, Target, request_key},
+    store::{Record, StoreError},
+};
+
+/// Pieces between a disk and a client: beyond it the disk waits.
+const PIECES: usize = 4;
+
+/// A disk as it is shown.
+#[derive(Clone, Debug)]
+pub struct DiskView {
+    /// Whose it is.
+    pub record: Record,
+    /// What the driver says.
+    pub report: DiskReport,
+    /// What is being done with it.
+    pub running: Option<Kind>,
+    /// The file system it lies on.
+    pub space: Option<Space>,
+}
+
+/// How far a compaction is.
+#[derive(Clone, Copy, Debug)]
+pub enum CompactStep {
+    /// Bytes looked at, and all of them.
+    Progress(u64, u64),
+    /// The end.
+    Done(Compacted),
+}
+
+/// How far an export is.
+#[derive(Clone, Debug)]
+pub enum ExportStep {
+    /// Something of it.
+    Piece(DiskPiece),
+    /// All was handed out.
+    End,
+}
+
+/// What a stream of an operation carries.
+pub type Steps<T> = mpsc::Receiver<Result<T, ApiError>>;
+
+/// A sandbox at rest, and the right to work on its disk.
+struct AtRest {
+    record: Record,
+    driver: Arc<dyn ComputeDriver>,
+    guard: Guard,
+}
+
+impl Service {
+    /// What a disk is; with `check` also whether it is in order.
+    ///
+    /// # Errors
+    /// `NOT_FOUND`; `FAILED_PRECONDITION` with `check` when the sandbox isn't at rest; the driver's.
+    pub async fn disk(&self, sandbox: &str, check: bool) -> Result<DiskView, ApiError> {
+        let target = Target { sandbox: sandbox.to_owned(), ..Target::default() };
+        let (record, report) = if check {
+            let AtRest { record, driver, guard } = self.at_rest(&target, Kind::Check).await?;
+            let id = record.id.clone();
+            // In a task of its own: a caller that goes away must not open the way before the work has ended.
+            let work = tokio::spawn(async move {
+                let report = care(&driver)?.report(&id, true).await;
+                drop(guard);
+                report
+            });
+            let report = work.await.map_err(ApiError::internal)?;
+            (record, report)
+        } else {
+            let record = self.store.get(sandbox).await?;
+            let driver = self.driver(&record.spec.driver)?;
+            let report = care(&driver).map_err(|e| self.disk_failed(&record, &e))?;
+            let report = report.report(&record.id, false).await;
+            (record, report)
+        };
+        let report = report.map_err(|error| self.disk_failed(&record, &error))?;
+        let running = self.maintenance.running(&record.id);
+        Ok(DiskView { record, report, running, space: self.pressure.look() })
+    }
+
+    /// Makes a disk larger; the record says so afterwards.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` below the present size or above what is possible, `FAILED_PRECONDITION` unless it is at rest,
+    /// `ABORTED` for a stale version, the driver's.
+    pub async fn grow_disk(&self, target: Target, bytes: u64) -> Result<Arc<Record>, ApiError> {
+        let asked = format!("{} {bytes}", target.sandbox);
+        let request = request_key(target.request_id.clone(), "disk grow", &asked)?;
+        if let Some(key) = &request
+            && let Some(id) = self.store.replayed(key.clone()).await?
+        {
+            return Ok(Arc::new(self.store.get(&id).await?));
+        }
+        let AtRest { record, driver, guard } = self.at_rest(&target, Kind::Grow).await?;
+        let present = record.spec.resources.disk_bytes;
+        if bytes < present {
+            let problem =
+                format!("{} asked for; the disk has {} and never shrinks", size(bytes), size(present));
+            return Err(ApiError::invalid("size_bytes", problem).about(&record));
+        }
+        let grown = match care(&driver) {
+            Ok(disks) => disks.grow(&record.id, bytes).await,
+            Err(error) => Err(error),
+        };
+        let grown = grown.map_err(|error| match error {
+            DriverError::Invalid(problem) => ApiError::invalid("size_bytes", problem).about(&record),
+            error => self.disk_failed(&record, &error),
+        })?;
+        let applied = self.store.resized(&record.id, grown, request).await?;
+        drop(guard);
+        Ok(applied.record)
+    }
+
+    /// Gives back to the host what the guest no longer uses. Goes on when its caller goes away.
+    ///
+    /// # Errors
+    /// `FAILED_PRECONDITION` unless it is at rest, `ABORTED` for a stale version, `RESOURCE_EXHAUSTED` without room to
+    /// write the disk anew; what comes later is in the stream.
+    pub async fn compact_disk(
+        self: &Arc<Self>,
+        target: &Target,
+        rewrite: bool,
+    ) -> Result<Steps<CompactStep>, ApiError> {
+        let (kind, how) = match rewrite {
+            true => (Kind::Rewrite, Compaction::Rewrite),
+            false => (Kind::Compact, Compaction::GiveBack),
+        };
+        let AtRest { record, driver, guard } = self.at_rest(target, kind).await?;
+        if rewrite {
+            self.room_for_copy(&record, &driver, 1, "written anew").await?;
+        }
+        let (out, steps) = mpsc::channel(PIECES);
+        let (tell, cancel) = (out.clone(), guard.cancel().clone());
+        let watch = move |done, all| {
+            // A slow client misses some of these.
+            let _ = tell.try_send(Ok(CompactStep::Progress(done, all)));
+            if cancel.is_cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let this = self.clone();
+        tokio::spawn(async move {
+            let done = match care(&driver) {
+                Ok(disks) => disks.compact(&record.id, how, Box::new(watch)).await,
+                Err(error) => Err(error),
+            };
+            let last =
+                done.map(CompactStep::Done).map_err(|error| this.operation_failed(&record, &guard, &error));
+            drop(guard);
+            // Nobody may listen any more.
+            let _ = out.send(last).await;
+        });
+        Ok(steps)
+    }
+
+    /// Hands out a disk. Ends when its caller goes away.
+    ///
+    /// # Errors
+    /// As [`Service::compact_disk`].
+    pub async fn export_disk(
+        self: &Arc<Self>,
+        target: &Target,
+        format: DiskFormat,
+    ) -> Result<Steps<ExportStep>, ApiError> {
+        let AtRest { record, driver, guard } = self.at_rest(target, Kind::Export).await?;
+        if format == DiskFormat::Qcow2 {
+            self.room_for_copy(&record, &driver, usize::MAX, "exported as qcow2").await?;
+        }
+        let (out, steps) = mpsc::channel(1);
+        let this = self.clone();
+        tokio::spawn(async move {
+            let last = hand_out(&driver, &record.id, format, &guard, &out).await;
+            let last = last.map_err(|error| this.operation_failed(&record, &guard, &error));
+            // First the way is free, then the client is told: it may be slow to listen, or gone.
+            drop(guard);
+            let _ = out.send(last.map(|()| ExportStep::End)).await;
+        });
+        Ok(steps)
+    }
+
+    /// Takes the right to work on the disk of a sandbox that is, and stays, at rest.
+    async fn at_rest(&self, target: &Target, kind: Kind) -> Result<AtRest, ApiError> {
+        let record = self.store.get(&target.sandbox).await?;
+        let guard = self.maintenance.begin(&record.id, kind, &self.end).map_err(|running| {
+            let message = format!(
+                "sandbox '{}': {} must wait until {} has ended",
+                record.name,
+                kind.name(),
+                running.name()
+            );
+            let error = ApiError::new(Code::FailedPrecondition, "DISK_BUSY", message).about(&record);
+            error.with("operation", running.name()).with("next", show_command(&record))
+        })?;
+        // Only what is read from here on holds: see the module `maintenance`.
+        let record = self.store.get(record.id.as_str()).await?;
+        if let Some(expected) = target.expected_version.filter(|&expected| expected != record.version) {
+            let (name, found) = (record.name, record.version);
+            return Err(StoreError::Stale { name, expected, found }.into());
+        }
+        rests(&record, kind)?;
+        let driver = self.driver(&record.spec.driver)?;
+        match driver.observe(&record.id).await {
+            // What is missing is for the driver to name.
+            Ok(Observed::Stopped { .. } | Observed::Missing) => Ok(AtRest { record, driver, guard }),
+            Ok(seen) => {
+                let message = match seen {
+                    Observed::Unknown(why) => {
+                        format!("sandbox '{}': whether it runs can't be told: {why}", record.name)
+                    }
+                    _ => format!("sandbox '{}': something of its last run is still there", record.name),
+                };
+                let error = ApiError::new(Code::FailedPrecondition, "NOT_AT_REST", message);
+                Err(error.about(&record).with("next", format!("torpor get {}", record.name)))
+            }
+            Err(error) => Err(self.disk_failed(&record, &error)),
+        }
+    }
+
+    /// Refuses to fill the host's disk with a copy of this many layers of a sandbox's.
+    async fn room_for_copy(
+        &self,
+        record: &Record,
+        driver: &Arc<dyn ComputeDriver>,
+        layers: usize,
+        what: &str,
+    ) -> Result<(), ApiError> {
+        let report = match care(driver) {
+            Ok(disks) => disks.report(&record.id, false).await,
+            Err(error) => Err(error),
+        };
+        let report = report.map_err(|error| self.disk_failed(record, &error))?;
+        let needed = report.layers.iter().take(layers).map(|layer| layer.used_bytes).sum::<u64>() + NEW_DISK;
+        match self.pressure.look_now() {
+            Some(space) if space.free < needed => {
+                let message = format!(
+                    "sandbox '{}': to be {what}, its disk needs up to {} beside it; {} are free on the file system of {}",
+                    record.name,
+                    size(needed),
+                    size(space.free),
+                    space.dir.display()
+                );
+                let error = ApiError::new(Code::ResourceExhausted, "DISK_PRESSURE", message);
+                Err(error.about(record).with("next", ADVICE))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a new disk that the host has no room for.
+    ///
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED`.
+    pub fn room_for_disk(&self) -> Result<(), ApiError> {
+        match self.pressure.look_now() {
+            Some(space) if space.free < NEW_DISK => {
+                let message = format!(
+                    "only {} are free on the file system of {}; a new workspace disk needs at least {}",
+                    size(space.free),
+                    space.dir.display(),
+                    size(NEW_DISK)
+                );
+                Err(ApiError::new(Code::ResourceExhausted, "DISK_PRESSURE", message).with("next", ADVICE))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What a failure of an operation is, when it may have been cancelled.
+    fn operation_failed(&self, record: &Record, guard: &Guard, error: &DriverError) -> ApiError {
+        match (error, guard.cancelled_for()) {
+            (DriverError::Cancelled(what), Some(verb)) => {
+                let done = match verb {
+                    "delete" => "deleted",
+                    "resume" => "resumed",
+                    "stop" => "stopped",
+                    _ => "started",
+                };
+                let message =
+                    format!("sandbox '{}': {what} ended: the sandbox was {done} meanwhile", record.name);
+                ApiError::new(Code::Aborted, "TURNED_ROUND", message).about(record)
+            }
+            (DriverError::Cancelled(_), None) => StoreError::Closed.into(),
+            (error, _) => self.disk_failed(record, error),
+        }
+    }
+
+    fn disk_failed(&self, record: &Record, error: &DriverError) -> ApiError {
+        if matches!(error, DriverError::NoSpace(_)) {
+            self.pressure.note_failure();
+        }
+        let (code, reason) = (Code::of_driver(error), error.reason());
+        let message = format!("sandbox '{}': {}", record.name, with_causes(error));
+        let next = match error {
+            DriverError::NoSpace(_) => ADVICE.to_owned(),
+            DriverError::Locked { .. } => "end the process that holds the disk, then try again".to_owned(),
+            DriverError::Unsupported(_) | DriverError::Invalid(_) => show_command(record),
+            _ => next_command(reason, &record.name),
+        };
+        ApiError::new(code, reason, message).about(record).with("next", next)
+    }
+}
+
+fn care(driver: &Arc<dyn ComputeDriver>) -> Result<&dyn DiskCare, DriverError> {
+    driver.disks().ok_or_else(|| {
+        let text = format!("the {} driver has no disks to look after", driver.capabilities().name);
+        DriverError::Unsupported(text)
+    })
+}
+
+fn show_command(record: &Record) -> String {
+    format!("torpor sandbox disk show {}", record.name)
+}
+
+/// Refuses a sandbox that runs, or will run without being asked again, or whose memory image would be lost.
+fn rests(record: &Record, kind: Kind) -> Result<(), ApiError> {
+    let (name, state) = (&record.name, &record.state);
+    let next = match state.phase {
+        Phase::Suspended | Phase::Stopped | Phase::Completed | Phase::Error if state.then.is_none() => {
+            if state.phase == Phase::Suspended && state.keep == Keep::Memory && kind.changes_disk() {
+                let message = format!(
+                    "sandbox '{name}' is suspended with its memory, which {} would make worthless",
+                    kind.name()
+                );
+                let error = ApiError::new(Code::FailedPrecondition, "MEMORY_KEPT", message).about(record);
+                return Err(error.with("next", format!("torpor stop {name}   (the memory is given up)")));
+            }
+            return Ok(());
+        }
+        Phase::Suspending if state.then.is_none() => format!("torpor wait {name} --for Suspended"),
+        Phase::Stopping if state.then.is_none() => format!("torpor wait {name} --for Stopped"),
+        Phase::Deleting => String::new(),
+        _ => format!("torpor suspend {name}"),
+    };
+    let message = format!(
+        "sandbox '{name}' is {}: {} needs a sandbox at rest, whose disk nobody uses",
+        state.phase,
+        kind.name()
+    );
+    let error = ApiError::new(Code::FailedPrecondition, "NOT_AT_REST", message).about(record);
+    Err(if next.is_empty() { error } else { error.with("next", next) })
+}
+
+/// Passes the pieces of an export on until it ends, its client goes away or it is cancelled. When this returns, the
+/// driver's work has ended.
+async fn hand_out(
+    driver: &Arc<dyn ComputeDriver>,
+    id: &SandboxId,
+    format: DiskFormat,
+    guard: &Guard,
+    out: &mpsc::Sender<Result<ExportStep, ApiError>>,
+) -> Result<(), DriverError> {
+    let disks = care(driver)?;
+    let (sink, mut pieces) = mpsc::channel(PIECES);
+    // Owns the receiver: its end ends the driver's work.
+    let pass_on = async move {
+        loop {
+            let piece = tokio::select! {
+                piece = pieces.recv() => piece,
+                () = guard.cancel().cancelled() => return false,
+                () = out.closed() => return false,
+            };
+            let Some(piece) = piece else { return true };
+            tokio::select! {
+                sent = out.send(Ok(ExportStep::Piece(piece))) => if sent.is_err() { return false },
+                () = guard.cancel().cancelled() => return false,
+            }
+        }
+    };
+    match tokio::join!(disks.export(id, format, sink), pass_on) {
+        (Ok(()), false) => Err(DriverError::Cancelled(Kind::Export.name())),
+        (result, _) => result,
+    }
+}
