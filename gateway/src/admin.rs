@@ -45,6 +45,24 @@ pub enum AdminError {
         /// Why.
         source: StoreError,
     },
+    /// The old database is away, and the new one isn't in its place.
+    #[error("the new database can't take its place: {source}. It is {}, complete{}; to end this by hand: mv {} {}", part.display(), old_words(old.as_deref()), part.display(), path.display())]
+    Between {
+        /// The new database.
+        part: PathBuf,
+        /// Its place.
+        path: PathBuf,
+        /// Where the old one is.
+        old: Option<PathBuf>,
+        /// Why.
+        source: Box<StoreError>,
+    },
+    /// The copy has the name that the next database is written under.
+    #[error("{} is the name under which the next database is written; move the copy elsewhere first; nothing was changed", path.display())]
+    InTheWay {
+        /// The file.
+        path: PathBuf,
+    },
     /// A folder.
     #[error("read {}: {source}", path.display())]
     Folder {
@@ -53,6 +71,10 @@ pub enum AdminError {
         /// Why.
         source: io::Error,
     },
+}
+
+fn old_words(old: Option<&Path>) -> String {
+    old.map_or_else(String::new, |folder| format!(", and the old one is in {}", folder.display()))
 }
 
 /// What a rebuild came to.
@@ -84,9 +106,24 @@ pub fn restore(state_dir: &Path, from: &Path) -> Result<(u64, Option<PathBuf>), 
     let _lock = StateLock::acquire(state_dir)?;
     let bad = |source| AdminError::BadCopy { path: from.to_owned(), source };
     let count = rescue::rows(from).map_err(bad)?;
-    let old = rescue::move_away(state_dir)?;
-    rescue::put_back(state_dir, from)?;
-    Ok((count, old))
+    let part = rescue::part(state_dir);
+    if fs::canonicalize(&part).is_ok_and(|part| fs::canonicalize(from).is_ok_and(|from| from == part)) {
+        return Err(AdminError::InTheWay { path: part });
+    }
+    rescue::prepare(state_dir, from)?;
+    Ok((count, replace(state_dir)?))
+}
+
+/// Moves the database away and puts the next one, which is complete, in its place; where the old one is.
+fn replace(state_dir: &Path) -> Result<Option<PathBuf>, AdminError> {
+    let old = rescue::move_away(state_dir).inspect_err(|_| rescue::remove_part(state_dir))?;
+    match rescue::take_place(state_dir) {
+        Ok(()) => Ok(old),
+        Err(source) => {
+            let (part, path, source) = (rescue::part(state_dir), rescue::path(state_dir), Box::new(source));
+            Err(AdminError::Between { part, path, old, source })
+        }
+    }
 }
 
 /// Makes the database anew from the folders of sandboxes. Labels and history are lost; what runs goes on. No gateway may run.
@@ -115,8 +152,8 @@ pub fn rebuild(state_dir: &Path, run_dir: &Path, force: bool) -> Result<Rebuilt,
             Err(why) => rebuilt.left_out.push(format!("{id}: {why}")),
         }
     }
-    rebuilt.old = rescue::move_away(state_dir)?;
     rescue::make(state_dir, found)?;
+    rebuilt.old = replace(state_dir)?;
     Ok(rebuilt)
 }
 

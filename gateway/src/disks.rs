@@ -1,8 +1,8 @@
 //! The care of workspace disks: who may, when, and what becomes of it. Wire types are not known here.
 
-use std::{ops::ControlFlow, sync::Arc};
+use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
-use tokio::sync::mpsc;
+use tokio::sync::mpsc::{self, error::SendTimeoutError};
 use torpor_sandbox::{
     ComputeDriver, DiskCare, DiskFormat, DiskReport, DriverError, Keep, Observed, Phase, SandboxId,
     disk::{Compacted, Compaction, DiskPiece},
@@ -10,15 +10,19 @@ use torpor_sandbox::{
 };
 
 use crate::{
-    error::{ApiError, Code, next_command, with_causes},
-    maintenance::{Guard, Kind},
-    pressure::{ADVICE, NEW_DISK, Space},
+    error::{ApiError, Code, RETRY_AFTER, next_command, with_causes},
+    maintenance::{Guard, Kind, MOST, Refused},
+    pressure::{ADVICE, Claim, NEW_DISK, Space},
     service::{Service, Target, request_key},
     store::{Record, StoreError},
 };
 
 /// Pieces between a disk and a client: beyond it the disk waits.
 const PIECES: usize = 4;
+/// How long the client of an export may take nothing, until the disk is let go.
+const CLIENT_PATIENCE: Duration = Duration::from_secs(60);
+/// What the sizes of disks are rounded up to, bytes.
+const ROUNDED: u64 = 64 << 10;
 
 /// A disk as it is shown.
 #[derive(Clone, Debug)]
@@ -139,9 +143,10 @@ impl Service {
             false => (Kind::Compact, Compaction::GiveBack),
         };
         let AtRest { record, driver, guard } = self.at_rest(target, kind).await?;
-        if rewrite {
-            self.room_for_copy(&record, &driver, 1, "written anew").await?;
-        }
+        let claim = match rewrite {
+            true => Some(self.room_for_copy(&record, &driver, 1, "written anew").await?),
+            false => None,
+        };
         let (out, steps) = mpsc::channel(PIECES);
         let (tell, cancel) = (out.clone(), guard.cancel().clone());
         let watch = move |done, all| {
@@ -157,7 +162,7 @@ impl Service {
             };
             let last =
                 done.map(CompactStep::Done).map_err(|error| this.operation_failed(&record, &guard, &error));
-            drop(guard);
+            drop((guard, claim));
             // Nobody may listen any more.
             let _ = out.send(last).await;
         });
@@ -174,16 +179,22 @@ impl Service {
         format: DiskFormat,
     ) -> Result<Steps<ExportStep>, ApiError> {
         let AtRest { record, driver, guard } = self.at_rest(target, Kind::Export).await?;
-        if format == DiskFormat::Qcow2 {
-            self.room_for_copy(&record, &driver, usize::MAX, "exported as qcow2").await?;
-        }
+        let claim = match format {
+            DiskFormat::Qcow2 => {
+                Some(self.room_for_copy(&record, &driver, usize::MAX, "exported as qcow2").await?)
+            }
+            DiskFormat::Raw => None,
+        };
         let (out, steps) = mpsc::channel(1);
         let this = self.clone();
         tokio::spawn(async move {
             let last = hand_out(&driver, &record.id, format, &guard, &out).await;
-            let last = last.map_err(|error| this.operation_failed(&record, &guard, &error));
+            let last = last.map_err(|end| match end {
+                ExportEnd::Failed(error) => this.operation_failed(&record, &guard, &error),
+                ExportEnd::Stalled => stalled(&record),
+            });
             // First the way is free, then the client is told: it may be slow to listen, or gone.
-            drop(guard);
+            drop((guard, claim));
             let _ = out.send(last.map(|()| ExportStep::End)).await;
         });
         Ok(steps)
@@ -192,7 +203,8 @@ impl Service {
     /// Takes the right to work on the disk of a sandbox that is, and stays, at rest.
     async fn at_rest(&self, target: &Target, kind: Kind) -> Result<AtRest, ApiError> {
         let record = self.store.get(&target.sandbox).await?;
-        let guard = self.maintenance.begin(&record.id, kind, &self.end).map_err(|running| {
+        let guard = self.maintenance.begin(&record.id, kind, &self.end).map_err(|refused| {
+            let Refused::Busy(running) = refused else { return too_many(&record, kind) };
             let message = format!(
                 "sandbox '{}': {} must wait until {} has ended",
                 record.name,
@@ -212,7 +224,10 @@ impl Service {
         let driver = self.driver(&record.spec.driver)?;
         match driver.observe(&record.id).await {
             // What is missing is for the driver to name.
-            Ok(Observed::Stopped { .. } | Observed::Missing) => Ok(AtRest { record, driver, guard }),
+            Ok(Observed::Stopped { .. } | Observed::Missing) => {
+                let record = self.grown_before(record, &driver).await?;
+                Ok(AtRest { record, driver, guard })
+            }
             Ok(seen) => {
                 let message = match seen {
                     Observed::Unknown(why) => {
@@ -227,34 +242,54 @@ impl Service {
         }
     }
 
-    /// Refuses to fill the host's disk with a copy of this many layers of a sandbox's.
+    /// Writes down what a `disk grow` came to whose gateway ended before it could: the disk is larger than its record
+    /// says. The caller has the disk to itself.
+    async fn grown_before(
+        &self,
+        record: Record,
+        driver: &Arc<dyn ComputeDriver>,
+    ) -> Result<Record, ApiError> {
+        let Ok(disks) = care(driver) else { return Ok(record) };
+        // A disk that can't be looked at is for the operation itself to name.
+        let Ok(found) = disks.report(&record.id, false).await else { return Ok(record) };
+        let bytes = found.virtual_bytes;
+        if bytes < record.spec.resources.disk_bytes.saturating_add(ROUNDED) {
+            return Ok(record);
+        }
+        // No change to the disk, but the driver writes it down, too.
+        let Ok(grown) = disks.grow(&record.id, bytes).await else { return Ok(record) };
+        tracing::info!(id = %record.id, grown, "the disk was grown before; now the record says so");
+        let applied = self.store.resized(&record.id, grown, None).await?;
+        Ok(Arc::unwrap_or_clone(applied.record))
+    }
+
+    /// Refuses to fill the host's disk with a copy of this many layers of a sandbox's; sets the room aside otherwise.
     async fn room_for_copy(
         &self,
         record: &Record,
         driver: &Arc<dyn ComputeDriver>,
         layers: usize,
         what: &str,
-    ) -> Result<(), ApiError> {
+    ) -> Result<Claim, ApiError> {
         let report = match care(driver) {
             Ok(disks) => disks.report(&record.id, false).await,
             Err(error) => Err(error),
         };
         let report = report.map_err(|error| self.disk_failed(record, &error))?;
         let needed = report.layers.iter().take(layers).map(|layer| layer.used_bytes).sum::<u64>() + NEW_DISK;
-        match self.pressure.look_now() {
-            Some(space) if space.free < needed => {
-                let message = format!(
-                    "sandbox '{}': to be {what}, its disk needs up to {} beside it; {} are free on the file system of {}",
-                    record.name,
-                    size(needed),
-                    size(space.free),
-                    space.dir.display()
-                );
-                let error = ApiError::new(Code::ResourceExhausted, "DISK_PRESSURE", message);
-                Err(error.about(record).with("next", ADVICE))
-            }
-            _ => Ok(()),
-        }
+        self.pressure.claim(needed).map_err(|found| {
+            let message = format!(
+                "sandbox '{}': to be {what}, its disk needs up to {} beside it; {} are free on the file system of {}, of which {} are kept for what runs and {} are for other copies under way",
+                record.name,
+                size(needed),
+                size(found.space.free),
+                found.space.dir.display(),
+                size(found.space.reserve),
+                size(found.claimed)
+            );
+            let error = ApiError::new(Code::ResourceExhausted, "DISK_PRESSURE", message);
+            error.about(record).with("next", ADVICE)
+        })
     }
 
     /// Refuses a new disk that the host has no room for.
@@ -351,34 +386,114 @@ fn rests(record: &Record, kind: Kind) -> Result<(), ApiError> {
     Err(if next.is_empty() { error } else { error.with("next", next) })
 }
 
-/// Passes the pieces of an export on until it ends, its client goes away or it is cancelled. When this returns, the
-/// driver's work has ended.
+/// Why an export didn't come to its end.
+enum ExportEnd {
+    /// The driver's.
+    Failed(DriverError),
+    /// Its client took nothing for too long.
+    Stalled,
+}
+
+/// How passing on has ended.
+#[derive(Debug, PartialEq, Eq)]
+enum PassedOn {
+    All,
+    /// Cancelled, or nobody listens any more.
+    Ended,
+    Stalled,
+}
+
+/// Passes the pieces of an export on until it ends, its client goes away or stalls, or it is cancelled. When this returns,
+/// the driver's work has ended.
 async fn hand_out(
     driver: &Arc<dyn ComputeDriver>,
     id: &SandboxId,
     format: DiskFormat,
     guard: &Guard,
     out: &mpsc::Sender<Result<ExportStep, ApiError>>,
-) -> Result<(), DriverError> {
-    let disks = care(driver)?;
-    let (sink, mut pieces) = mpsc::channel(PIECES);
-    // Owns the receiver: its end ends the driver's work.
-    let pass_on = async move {
-        loop {
-            let piece = tokio::select! {
-                piece = pieces.recv() => piece,
-                () = guard.cancel().cancelled() => return false,
-                () = out.closed() => return false,
-            };
-            let Some(piece) = piece else { return true };
-            tokio::select! {
-                sent = out.send(Ok(ExportStep::Piece(piece))) => if sent.is_err() { return false },
-                () = guard.cancel().cancelled() => return false,
-            }
+) -> Result<(), ExportEnd> {
+    let disks = care(driver).map_err(ExportEnd::Failed)?;
+    let (sink, pieces) = mpsc::channel(PIECES);
+    match tokio::join!(disks.export(id, format, sink), pass_on(pieces, guard, out, CLIENT_PATIENCE)) {
+        (_, PassedOn::Stalled) => Err(ExportEnd::Stalled),
+        (Ok(()), PassedOn::Ended) => Err(ExportEnd::Failed(DriverError::Cancelled(Kind::Export.name()))),
+        (result, _) => result.map_err(ExportEnd::Failed),
+    }
+}
+
+/// Owns the receiver: its end ends the driver's work.
+async fn pass_on(
+    mut pieces: mpsc::Receiver<DiskPiece>,
+    guard: &Guard,
+    out: &mpsc::Sender<Result<ExportStep, ApiError>>,
+    patience: Duration,
+) -> PassedOn {
+    loop {
+        let piece = tokio::select! {
+            piece = pieces.recv() => piece,
+            () = guard.cancel().cancelled() => return PassedOn::Ended,
+            () = out.closed() => return PassedOn::Ended,
+        };
+        let Some(piece) = piece else { return PassedOn::All };
+        tokio::select! {
+            sent = out.send_timeout(Ok(ExportStep::Piece(piece)), patience) => match sent {
+                Ok(()) => {}
+                Err(SendTimeoutError::Closed(_)) => return PassedOn::Ended,
+                Err(SendTimeoutError::Timeout(_)) => return PassedOn::Stalled,
+            },
+            () = guard.cancel().cancelled() => return PassedOn::Ended,
         }
-    };
-    match tokio::join!(disks.export(id, format, sink), pass_on) {
-        (Ok(()), false) => Err(DriverError::Cancelled(Kind::Export.name())),
-        (result, _) => result,
+    }
+}
+
+fn stalled(record: &Record) -> ApiError {
+    let message = format!(
+        "sandbox '{}': {} ended: its client took nothing for {} seconds",
+        record.name,
+        Kind::Export.name(),
+        CLIENT_PATIENCE.as_secs()
+    );
+    let next = "export to a file, and send that on";
+    ApiError::new(Code::DeadlineExceeded, "CLIENT_STALLED", message).about(record).with("next", next)
+}
+
+fn too_many(record: &Record, kind: Kind) -> ApiError {
+    let message = format!(
+        "sandbox '{}': {} must wait: {MOST} operations on other disks are under way, and there are never more",
+        record.name,
+        kind.name()
+    );
+    ApiError::new(Code::ResourceExhausted, "OVERLOADED", message)
+        .about(record)
+        .with("retry_after_ms", RETRY_AFTER.as_millis().to_string())
+        .with("next", "the same again when one of them has ended")
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::maintenance::Maintenance;
+
+    #[tokio::test]
+    async fn an_export_whose_client_takes_nothing_is_given_up() {
+        let (all, end) = (Arc::new(Maintenance::default()), CancellationToken::new());
+        let guard = all.begin(&SandboxId::generate(), Kind::Export, &end).unwrap();
+        let (sink, pieces) = mpsc::channel(PIECES);
+        let (out, mut client) = mpsc::channel(1);
+        for at in 0..3 {
+            sink.send(DiskPiece::Reached(at)).await.unwrap();
+        }
+        let passed = pass_on(pieces, &guard, &out, Duration::from_millis(20)).await;
+        assert_eq!(passed, PassedOn::Stalled);
+        // The driver's work finds nobody to hand more to.
+        assert!(sink.is_closed());
+        assert!(matches!(client.recv().await, Some(Ok(ExportStep::Piece(DiskPiece::Reached(0))))));
+
+        let (sink, pieces) = mpsc::channel(PIECES);
+        sink.send(DiskPiece::Reached(7)).await.unwrap();
+        drop(sink);
+        assert_eq!(pass_on(pieces, &guard, &out, Duration::from_secs(60)).await, PassedOn::All);
     }
 }

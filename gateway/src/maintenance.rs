@@ -1,4 +1,4 @@
-//! Operations on the disks of sandboxes at rest: at most one for each, and none that a start or a delete has to fail for.
+//! Operations on the disks of sandboxes at rest: at most one for each and a few in all, and none that a start or a delete has to fail for.
 //!
 //! An operation takes its place here first and reads the record then; a start or delete is written into the record first
 //! and looks here then. So one of the two sees the other, whatever comes first.
@@ -10,6 +10,10 @@ use std::{
 
 use tokio_util::sync::CancellationToken;
 use torpor_sandbox::SandboxId;
+
+/// Most operations under way in a gateway. Each keeps one of the threads on which everything else that blocks is done as
+/// well, for hours perhaps.
+pub const MOST: usize = 16;
 
 /// What can be done with a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,13 +55,22 @@ impl Kind {
 
     /// May take long, and nothing is lost but the time that it took.
     fn can_be_cancelled(self) -> bool {
-        matches!(self, Self::Rewrite | Self::Export)
+        matches!(self, Self::Compact | Self::Rewrite | Self::Export)
     }
 
     /// The disk is another one afterwards, as far as a memory image is concerned.
     pub fn changes_disk(self) -> bool {
         !matches!(self, Self::Check | Self::Export)
     }
+}
+
+/// Why an operation can't begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// This one is under way on the same disk.
+    Busy(Kind),
+    /// As many as there may be are under way on other disks.
+    TooMany,
 }
 
 /// An operation under way.
@@ -111,15 +124,18 @@ impl Maintenance {
     /// Begins an operation, which is cancelled with `end` at the latest.
     ///
     /// # Errors
-    /// The one that is under way.
+    /// One is under way, or too many are.
     pub fn begin(
         self: &Arc<Self>,
         id: &SandboxId,
         kind: Kind,
         end: &CancellationToken,
-    ) -> Result<Guard, Kind> {
-        match locked(&self.running).entry(id.clone()) {
-            Entry::Occupied(there) => Err(there.get().kind),
+    ) -> Result<Guard, Refused> {
+        let mut running = locked(&self.running);
+        let full = running.len() >= MOST;
+        match running.entry(id.clone()) {
+            Entry::Occupied(there) => Err(Refused::Busy(there.get().kind)),
+            Entry::Vacant(_) if full => Err(Refused::TooMany),
             Entry::Vacant(free) => {
                 let (cancel, ended) = (end.child_token(), CancellationToken::new());
                 let operation = Arc::new(Operation { kind, cancel, ended, verb: Mutex::default() });
@@ -159,7 +175,7 @@ mod tests {
             (Arc::new(Maintenance::default()), CancellationToken::new(), SandboxId::generate());
         all.make_way(&id, "resume", |_| panic!("nothing is there")).await;
         let grow = all.begin(&id, Kind::Grow, &end).unwrap();
-        assert_eq!(all.begin(&id, Kind::Export, &end).unwrap_err(), Kind::Grow);
+        assert_eq!(all.begin(&id, Kind::Export, &end).unwrap_err(), Refused::Busy(Kind::Grow));
         all.begin(&SandboxId::generate(), Kind::Export, &end).unwrap();
         let mut heard = Vec::new();
         tokio::select! {
@@ -171,15 +187,27 @@ mod tests {
         assert!(!grow.cancel().is_cancelled());
         drop(grow);
 
-        let export = all.begin(&id, Kind::Export, &end).unwrap();
-        let (way, token) = (all.make_way(&id, "delete", |_| {}), export.cancel().clone());
-        let ends = async {
-            token.cancelled().await;
-            assert_eq!(export.cancelled_for(), Some("delete"));
-            drop(export);
-        };
-        tokio::join!(way, ends);
-        assert_eq!(all.running(&id), None);
+        for kind in [Kind::Export, Kind::Compact, Kind::Rewrite] {
+            let running = all.begin(&id, kind, &end).unwrap();
+            let (way, token) = (all.make_way(&id, "delete", |_| {}), running.cancel().clone());
+            let ends = async {
+                token.cancelled().await;
+                assert_eq!(running.cancelled_for(), Some("delete"));
+                drop(running);
+            };
+            tokio::join!(way, ends);
+            assert_eq!(all.running(&id), None);
+        }
+    }
+
+    #[test]
+    fn there_are_only_so_many_at_once() {
+        let (all, end) = (Arc::new(Maintenance::default()), CancellationToken::new());
+        let begin = || all.begin(&SandboxId::generate(), Kind::Export, &end);
+        let mut running: Vec<_> = (0..MOST).map(|_| begin().unwrap()).collect();
+        assert_eq!(begin().unwrap_err(), Refused::TooMany);
+        running.pop();
+        begin().unwrap();
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::{
     io,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -74,17 +74,45 @@ pub struct Pressure {
     reserve: Option<u64>,
     last: Mutex<Option<(Instant, Space)>>,
     failed: Mutex<Option<Instant>>,
+    claimed: Arc<Mutex<u64>>,
+}
+
+/// Room that is set aside for a copy while this lives.
+#[derive(Debug)]
+pub struct Claim {
+    bytes: u64,
+    claimed: Arc<Mutex<u64>>,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut claimed = locked(&self.claimed);
+        *claimed = claimed.saturating_sub(self.bytes);
+    }
+}
+
+/// Why there is no room for a copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NoRoom {
+    /// How it stands.
+    pub space: Space,
+    /// What other copies have set aside, bytes.
+    pub claimed: u64,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Pressure {
     /// Of the file system of `dir`.
     pub fn new(dir: PathBuf, reserve: Option<u64>) -> Self {
-        Self { dir, reserve, last: Mutex::default(), failed: Mutex::default() }
+        Self { dir, reserve, last: Mutex::default(), failed: Mutex::default(), claimed: Arc::default() }
     }
 
     /// How it stands, or stood a few seconds ago. None: it can't be told.
     pub fn look(&self) -> Option<Space> {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let last = locked(&self.last).clone();
         match last {
             Some((at, space)) if at.elapsed() < FRESH => Some(Space { failed: self.has_failed(), ..space }),
             _ => self.look_now(),
@@ -97,18 +125,35 @@ impl Pressure {
             tracing::warn!(dir = %self.dir.display(), %error, "free space can't be told");
         });
         let space = Space { failed: self.has_failed(), ..found.ok()? };
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = locked(&self.last);
         *last = Some((Instant::now(), space.clone()));
         Some(space)
     }
 
+    /// Sets room aside for a copy of so many bytes, such that the reserve stays free for what runs. What a copy has
+    /// written already is counted twice until it ends: it only makes the next one wait.
+    ///
+    /// # Errors
+    /// How much there is. Never when that can't be told.
+    pub fn claim(&self, bytes: u64) -> Result<Claim, NoRoom> {
+        let mut claimed = locked(&self.claimed);
+        if let Some(space) = self.look_now() {
+            let needed = bytes.saturating_add(*claimed).saturating_add(space.reserve);
+            if space.free < needed {
+                return Err(NoRoom { space, claimed: *claimed });
+            }
+        }
+        *claimed = claimed.saturating_add(bytes);
+        Ok(Claim { bytes, claimed: self.claimed.clone() })
+    }
+
     /// Something failed for lack of space.
     pub fn note_failure(&self) {
-        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *locked(&self.failed) = Some(Instant::now());
     }
 
     fn has_failed(&self) -> bool {
-        let at = *self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = *locked(&self.failed);
         at.is_some_and(|at| at.elapsed() < REMEMBERED)
     }
 }
@@ -134,6 +179,21 @@ mod tests {
     fn the_reserve_of_a_file_system_is_two_hundredths_and_at_least_a_gibibyte() {
         let space = Space::of(&std::env::temp_dir(), None).unwrap();
         assert_eq!(space.reserve, (space.total / 50).max(1 << 30));
+    }
+
+    #[test]
+    fn copies_leave_the_reserve_and_what_others_have_set_aside() {
+        let dir = std::env::temp_dir();
+        let free = Space::of(&dir, None).unwrap().free;
+        let half = free / 2 + (1 << 20);
+        let pressure = Pressure::new(dir.clone(), Some(0));
+        let first = pressure.claim(half).unwrap();
+        assert_eq!(pressure.claim(half).unwrap_err().claimed, half);
+        drop(first);
+        drop(pressure.claim(half).unwrap());
+        let reserve = Pressure::new(dir, Some(half));
+        assert_eq!(reserve.claim(half).unwrap_err().claimed, 0);
+        assert!(Pressure::new("/nonexistent".into(), None).claim(u64::MAX).is_ok());
     }
 
     #[test]

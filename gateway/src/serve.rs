@@ -1,6 +1,7 @@
 //! The daemon: opens everything, serves until it is told to end, and leaves the VMs running.
 
 use std::{
+    collections::BTreeSet,
     fs::File,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
@@ -14,7 +15,7 @@ use tokio::{net::UnixListener, task::JoinHandle};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
-use torpor_driver_vm::{VmConfig, VmDriver};
+use torpor_driver_vm::{Standing, VmConfig, VmDriver};
 use torpor_images::{Catalog, Kernels};
 use torpor_netpool::{CpuSet, policy::Budget};
 use torpor_proto::v1::{
@@ -377,9 +378,15 @@ async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDri
     let ledger = store.clone();
     let opened = tokio::task::spawn_blocking(move || VmDriver::new(vm, ledger)).await;
     let driver = opened.map_err(|e| ServeError::Vm(e.into()))?.map_err(|e| ServeError::Vm(e.into()))?;
-    let live: Vec<SandboxId> =
+    let lent: BTreeSet<SandboxId> =
         store.loans().await?.into_iter().filter_map(|loan| loan.sandbox_id.parse().ok()).collect();
-    let repairs = driver.sweep(&live).await.map_err(|e| ServeError::Vm(e.into()))?;
+    let recorded = store.all_ids().await?;
+    let standing = |id: &SandboxId| match (lent.contains(id), recorded.contains(id)) {
+        (true, _) => Standing::Runs,
+        (false, true) => Standing::AtRest,
+        (false, false) => Standing::Unknown,
+    };
+    let repairs = driver.sweep(&standing).await.map_err(|e| ServeError::Vm(e.into()))?;
     for repair in repairs {
         tracing::warn!(repair, "leftover of an earlier gateway");
     }

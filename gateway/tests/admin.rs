@@ -63,6 +63,37 @@ async fn a_copy_made_while_the_gateway_works_can_be_put_back() {
     assert_eq!((names.len() as u64, names["s3"], names["s0"]), (count, Phase::Suspended, Phase::Ready));
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restore_that_can_not_be_written_leaves_the_database_and_its_own_name_is_a_copy_too() {
+    let mut world = World::new(Script::default()).await;
+    world.sandboxes().await.create(create("a")).await.unwrap();
+    let state = world.config.state_dir.clone();
+    let copy = world.dir.path().join("copy.db");
+    admin::backup(&state, &copy).unwrap();
+    world.stop().await;
+    let (database, part) = (state.join("torpor.db"), state.join("torpor.db.part"));
+    // Something that can't be made way for stands where the next one is written.
+    fs::create_dir(&part).unwrap();
+    for refused in [
+        admin::restore(&state, &copy).unwrap_err().to_string(),
+        admin::rebuild(&state, &world.config.run_dir, true).unwrap_err().to_string(),
+    ] {
+        assert!(!refused.is_empty());
+        let away = fs::read_dir(&state).unwrap().flatten();
+        let away = away.filter(|entry| entry.file_name().to_string_lossy().contains("away")).count();
+        assert!(database.exists() && away == 0, "{refused}");
+    }
+    fs::remove_dir(&part).unwrap();
+
+    fs::copy(&copy, &part).unwrap();
+    let refused = admin::restore(&state, &part).unwrap_err().to_string();
+    assert!(refused.contains("nothing was changed") && part.exists(), "{refused}");
+    let (count, old) = admin::restore(&state, &database).unwrap();
+    assert!(count == 1 && old.unwrap().join("torpor.db").exists() && !part.exists());
+    world.start().await;
+    assert_eq!(list(&world).await.len(), 1);
+}
+
 fn damage(path: &Path) {
     let mut bytes = fs::read(path).unwrap();
     let middle = bytes.len() / 3;

@@ -253,20 +253,20 @@ async fn an_export_hands_out_the_disk() {
 async fn a_start_waits_for_what_can_not_be_cut_short_and_says_so() {
     let (world, mut client) = asleep().await;
     world.sim.hold_disks(true);
-    let mut compaction = compact(&mut client, "web", false).await.unwrap();
+    let mut other = client.clone();
+    let growing = tokio::spawn(async move { grow(&mut other, target("web"), 90 * GIB).await });
+    while disk(&mut client, "web", false).await.unwrap().operation.is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
     client.resume(resume("web")).await.unwrap();
     let waiting = until(&mut client, "web", |s| step(s).contains("waiting")).await;
-    assert_eq!((phase(&waiting), step(&waiting)), (Phase::Resuming, "waiting for disk compact"));
+    assert_eq!((phase(&waiting), step(&waiting)), (Phase::Resuming, "waiting for disk grow"));
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert_eq!(phase(&get(&mut client, "web").await), Phase::Resuming);
     assert!(world.sim.running().is_empty(), "it started under an operation");
 
     world.sim.hold_disks(false);
-    let mut result = None;
-    while let Some(message) = compaction.next().await {
-        result = message.unwrap().result.or(result);
-    }
-    assert!(result.is_some());
+    growing.await.unwrap().unwrap();
     until(&mut client, "web", |s| phase(s) == Phase::Ready).await;
     assert_eq!(world.sim.violations(), Vec::<String>::new());
 }
@@ -329,6 +329,54 @@ async fn a_second_operation_is_refused_with_the_name_of_the_first_and_others_are
     finish(also).await.unwrap();
     finish(running).await.unwrap();
     grow(&mut client, target("web"), 90 * GIB).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn as_many_operations_as_there_may_be_refuse_the_next_one_for_a_moment() {
+    use tonic_types::StatusExt as _;
+
+    let (world, mut client) = asleep().await;
+    for number in 0..16 {
+        let name = format!("s{number}");
+        client.create(create(&name)).await.unwrap();
+        suspend(&mut client, &name).await;
+    }
+    world.sim.hold_disks(true);
+    let mut running = Vec::new();
+    for number in 0..16 {
+        running.push(export(&mut client, &format!("s{number}")).await.unwrap());
+    }
+    let error = export(&mut client, "web").await.unwrap_err();
+    assert_eq!((error.code(), error_info(&error).0.as_str()), (Code::ResourceExhausted, "OVERLOADED"));
+    assert!(error.get_details_retry_info().is_some() && error.message().contains("16"), "{error}");
+    // Verbs go on.
+    client.resume(v1::ResumeRequest { target: target("s3"), ..Default::default() }).await.unwrap();
+    world.sim.hold_disks(false);
+    drop(running);
+    until_allowed_again(&mut client).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_was_grown_without_a_record_of_it_has_one_after_the_next_operation() {
+    let (world, mut client) = asleep().await;
+    let id = get(&mut client, "web").await.id.parse().unwrap();
+    // As if the gateway had been killed in the middle of a `disk grow`.
+    torpor_sandbox::DiskCare::grow(&*world.sim, &id, 20 * GIB).await.unwrap();
+    assert_eq!(disk_bytes(&get(&mut client, "web").await), 10 * GIB);
+    disk(&mut client, "web", true).await.unwrap();
+    assert_eq!(disk_bytes(&get(&mut client, "web").await), 20 * GIB);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rewrite_that_would_take_the_reserve_is_refused() {
+    let world = World::with(Script::default(), |config| config.limits.disk_reserve_bytes = u64::MAX).await;
+    let mut client = world.sandboxes().await;
+    client.create(create("web")).await.unwrap();
+    suspend(&mut client, "web").await;
+    let error = compact(&mut client, "web", true).await.unwrap_err();
+    assert_eq!((error.code(), error_info(&error).0.as_str()), (Code::ResourceExhausted, "DISK_PRESSURE"));
+    assert!(error.message().contains("kept for what runs"), "{error}");
+    drop(compact(&mut client, "web", false).await.unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread")]

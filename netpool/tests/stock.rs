@@ -90,6 +90,20 @@ fn a_tap_comes_back_from_stock_under_another_name_as_if_it_were_new() {
 }
 
 #[test]
+fn a_tap_that_has_left_the_stock_under_another_name_is_not_renamed() {
+    isolated("a_tap_that_has_left_the_stock_under_another_name_is_not_renamed", || {
+        let config = PoolConfig::default();
+        let stock = TapStock::new(&config);
+        drop(stock.acquire(&net(&config, 5), &TapOptions::default()).unwrap());
+        stock.release("tpr-000005").unwrap();
+        let warm = names().into_iter().next().unwrap();
+        sh(&format!("ip link set {warm} name tpr-000009"));
+        let _tap = stock.acquire(&net(&config, 3), &TapOptions::default()).unwrap();
+        assert_eq!(names(), HashSet::from(["tpr-000003".to_string(), "tpr-000009".to_string()]));
+    });
+}
+
+#[test]
 fn what_is_too_much_is_deleted_as_one_group_and_nothing_else_is() {
     isolated("what_is_too_much_is_deleted_as_one_group_and_nothing_else_is", || {
         let config = PoolConfig { warm_taps: 4, ..PoolConfig::default() };

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -129,6 +130,8 @@ pub struct Raw {
     file: File,
     size: u64,
     writable: bool,
+    /// A sync has failed. The host tells of that once only, so the next one that succeeds would say nothing.
+    broken: AtomicBool,
 }
 
 impl Raw {
@@ -157,16 +160,33 @@ impl Raw {
     /// When the file's size can't be read.
     pub fn from_file(file: File, writable: bool) -> io::Result<Self> {
         let size = file.metadata()?.len();
-        Ok(Self { file, size, writable })
+        Ok(Self { file, size, writable, broken: AtomicBool::new(false) })
     }
 
     fn writing(&self, offset: u64, length: u64) -> io::Result<()> {
         check_range(self.size, offset, length)?;
         match self.writable {
-            true => Ok(()),
+            true => self.refuse_broken(),
             false => Err(read_only()),
         }
     }
+
+    fn refuse_broken(&self) -> io::Result<()> {
+        match self.broken.load(Ordering::Acquire) {
+            true => Err(after_failed_sync()),
+            false => Ok(()),
+        }
+    }
+
+    /// Syncs the file; a failure ends all writing.
+    fn sync(&self, how: impl FnOnce(&File) -> io::Result<()>) -> io::Result<()> {
+        self.refuse_broken()?;
+        how(&self.file).inspect_err(|_| self.broken.store(true, Ordering::Release))
+    }
+}
+
+fn after_failed_sync() -> io::Error {
+    io::Error::other("an earlier sync failed, so what is on the disk is unknown: open it again")
 }
 
 /// The error of every request that would change a read-only disk.
@@ -195,7 +215,7 @@ impl Block for Raw {
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.file.sync_data()
+        self.sync(File::sync_data)
     }
 
     fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
@@ -231,7 +251,7 @@ impl Block for Raw {
 
     fn close(&self) -> io::Result<()> {
         match self.writable {
-            true => self.file.sync_all(),
+            true => self.sync(File::sync_all),
             false => Ok(()),
         }
     }
@@ -381,4 +401,22 @@ fn punch(file: &File, offset: u64, length: u64) -> io::Result<()> {
     }
     let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     fallocate(file, flags, offset as i64, length as i64).map_err(io::Error::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_failed_sync_a_raw_disk_takes_nothing_more() {
+        // A pipe can be written to and not be synced.
+        let (_reader, writer) = std::io::pipe().unwrap();
+        let disk = Raw::from_file(File::from(std::os::fd::OwnedFd::from(writer)), true).unwrap();
+        disk.writing(0, 0).unwrap();
+        assert_eq!(disk.flush().unwrap_err().raw_os_error(), Some(Errno::EINVAL as i32));
+        let refused =
+            |result: io::Result<()>| result.unwrap_err().to_string().contains("an earlier sync failed");
+        assert!(refused(disk.flush()) && refused(disk.write(&[], 0)) && refused(disk.close()));
+        assert!(refused(disk.discard(0, 0)) && refused(disk.write_zeroes(0, 0)));
+    }
 }

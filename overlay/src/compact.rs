@@ -16,10 +16,13 @@ use crate::layout::{CLUSTER, TABLE_ENTRIES};
 use crate::lock::Lock;
 use crate::maintain::load_sound;
 use crate::open::open;
+use crate::overlay::Overlay;
 use crate::tables::{COPIED, Mapping, Tables, ZERO, read_numbers};
 
 /// Clusters that are punched together.
 const BATCH: usize = 1024;
+/// Clusters that are copied or looked at between two tellings of the progress: 16 MiB.
+pub(crate) const TOLD: u64 = (16 << 20) / CLUSTER;
 
 /// What [`compact`] did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,24 +35,37 @@ pub struct Compacted {
 
 /// Gives discarded, zeroed and leaked clusters of an overlay that isn't in use back to the host's file system.
 ///
-/// `progress` is called with the bytes of the disk that have been looked at, and all of them.
+/// `progress` is called with the bytes of the disk that have been looked at, and all of them, at least once for each
+/// 16 MiB of data. When it unwinds, what was given up so far is given back and the overlay is closed on the way out.
 ///
 /// # Errors
 /// Those of [`crate::open()`]; [`Error::NoSpace`], [`Error::Io`].
 pub fn compact(path: &Path, bases: &[&Path], progress: &mut dyn FnMut(u64, u64)) -> Result<Compacted, Error> {
     let used_before = inspect(path)?.used_bytes;
-    let overlay = open(path, bases)?;
+    let overlay = Opened(open(path, bases)?);
     let failed = |source| Error::io(path, "compact", source);
-    overlay.give_back(progress).map_err(failed)?;
-    overlay.close().map_err(failed)?;
+    overlay.0.give_back(progress).map_err(failed)?;
+    overlay.0.close().map_err(failed)?;
     Ok(Compacted { used_before, used_after: inspect(path)?.used_bytes })
+}
+
+/// Closed also when its work is unwound from: `progress` is called between two clusters, where nothing is half done.
+struct Opened(Overlay);
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // An overlay that can't be closed is looked over at its next opening.
+            let _ = self.0.give_back_stale().and_then(|()| self.0.close());
+        }
+    }
 }
 
 /// Writes an overlay that isn't in use anew, with its content in order and nothing between, and puts that in its place:
 /// for hosts that can't punch holes, and for files in many fragments. Takes room for a second copy meanwhile; a crash
 /// leaves the old file. Base, identity and generation stay.
 ///
-/// `progress` is as for [`compact`].
+/// `progress` is as for [`compact`]; when it unwinds, the old file stays as it is.
 ///
 /// # Errors
 /// [`Error::Locked`], [`Error::Corrupt`], [`Error::Unsupported`], [`Error::NoSpace`], [`Error::Io`].
@@ -82,16 +98,20 @@ struct Copy<'a> {
 impl Copy<'_> {
     fn all(&self, progress: &mut dyn FnMut(u64, u64)) -> io::Result<()> {
         let first = self.new.metadata_clusters().count() as u64;
-        let mut next = first;
+        let (mut next, size) = (first, self.old.header.virtual_bytes);
         for (number, (from, to)) in (1..).zip(self.old.l2.iter().zip(&self.new.l2)) {
             if self.from.next_data(*from, from + CLUSTER)?.0 < from + CLUSTER {
                 let entries = read_numbers(self.from, *from, TABLE_ENTRIES)?;
-                let moved: io::Result<Vec<u64>> =
-                    entries.iter().map(|entry| self.entry(*entry, &mut next)).collect();
-                let bytes: Vec<u8> = moved?.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+                let mut bytes = Vec::with_capacity(entries.len() * 8);
+                for (place, entry) in (1..).zip(entries) {
+                    let before = next;
+                    bytes.extend(self.entry(entry, &mut next)?.to_be_bytes());
+                    if next != before && (next - first).is_multiple_of(TOLD) {
+                        progress(size.min(((number - 1) * TABLE_ENTRIES + place) * CLUSTER), size);
+                    }
+                }
                 self.to.write_all_at(&bytes, *to)?;
             }
-            let size = self.old.header.virtual_bytes;
             progress(size.min(number * TABLE_ENTRIES * CLUSTER), size);
         }
         // In a new overlay the refcount blocks are one array.

@@ -7,6 +7,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::block::{Block, Host, check_range, total};
 use crate::check::Report;
+use crate::compact::TOLD;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::layout::{CLUSTER, TABLE_ENTRIES};
@@ -143,12 +144,21 @@ impl Overlay {
             if !self.enter_writing(0, 0)?.engine.is_empty(table)? {
                 for cluster in table * TABLE_ENTRIES..end / CLUSTER {
                     self.enter_writing(0, 0)?.engine.drop_zeros(cluster)?;
+                    if cluster % TOLD == TOLD - 1 {
+                        progress((cluster + 1) * CLUSTER, size);
+                    }
                 }
                 self.enter_writing(0, 0)?.engine.flush_all()?;
             }
             progress(end, size);
         }
+        self.give_back_stale()
+    }
+
+    /// The last part of [`Overlay::give_back`]: what has been given up is punched out of the file.
+    pub(crate) fn give_back_stale(&self) -> io::Result<()> {
         let gate = self.enter_writing(0, 0)?;
+        gate.engine.flush_all()?;
         gate.engine.punch_stale();
         gate.engine.flush_all()
     }

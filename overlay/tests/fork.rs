@@ -137,6 +137,43 @@ fn an_overlay_in_use_is_not_removed_and_a_damaged_one_is() {
 }
 
 #[test]
+fn a_sealed_overlay_stays_as_long_as_it_is_unknown_what_stands_on_it() {
+    let bench = Bench::new(BASE);
+    let (path, sealed) = (bench.overlay(5 * MIB), bench.path("sealed.qcow2"));
+    let (folder, child) = (bench.path("elsewhere"), bench.path("elsewhere/child.qcow2"));
+    std::fs::create_dir(&folder).unwrap();
+    fork(&path, &sealed, &[&child]).unwrap();
+    remove(&path, &[]).unwrap();
+    // The version of the header.
+    let damage = |bytes: &[u8]| {
+        std::fs::File::options().write(true).open(&child).unwrap().write_all_at(bytes, 4).unwrap();
+    };
+    damage(&9_u32.to_be_bytes());
+    assert_eq!(refused(&sealed, &[]), ["child.qcow2"]);
+    damage(&3_u32.to_be_bytes());
+    assert_eq!(refused(&sealed, &[]), ["child.qcow2"]);
+    // It can't be looked at: its folder leads round in a circle.
+    std::fs::rename(&folder, bench.path("kept")).unwrap();
+    std::os::unix::fs::symlink(&folder, &folder).unwrap();
+    assert_eq!(remove(&sealed, &[]).unwrap_err().reason(), "IO");
+    std::fs::remove_file(&folder).unwrap();
+    std::fs::rename(bench.path("kept"), &folder).unwrap();
+    // Nor can the note.
+    let note = bench.path("sealed.qcow2.children");
+    let content = std::fs::read(&note).unwrap();
+    std::fs::write(&note, &content[..content.len() / 2]).unwrap();
+    assert_eq!(remove(&sealed, &[]).unwrap_err().reason(), "CORRUPT");
+    std::fs::remove_file(&note).unwrap();
+    std::fs::create_dir(&note).unwrap();
+    assert_eq!(remove(&sealed, &[]).unwrap_err().reason(), "IO");
+    std::fs::remove_dir(&note).unwrap();
+    std::fs::write(&note, &content).unwrap();
+    assert_eq!(refused(&sealed, &[]), ["child.qcow2"]);
+    remove(&child, &[]).unwrap();
+    remove(&sealed, &[]).unwrap();
+}
+
+#[test]
 fn an_overlay_is_not_sealed_under_its_own_name() {
     let bench = Bench::new(BASE);
     let path = bench.overlay(5 * MIB);

@@ -199,6 +199,44 @@ fn compact_gives_zeroed_and_stale_clusters_back_to_the_host() {
 }
 
 #[test]
+fn a_compaction_that_is_unwound_from_leaves_a_closed_overlay_with_its_content() {
+    let bench = Bench::new(BASE);
+    let path = bench.overlay(64 * MIB);
+    let disk = open(&path, &[&bench.base]).unwrap();
+    let mut expected = Random::new(2).bytes(48 << 20);
+    disk.write(&expected, 0).unwrap();
+    disk.write(&vec![0; 8 << 20], MIB).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    expected[1 << 20..9 << 20].fill(0);
+    let before = inspect(&path).unwrap().used_bytes;
+    let mut told = Vec::new();
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        compact(&path, &[&bench.base], &mut |done, _| {
+            told.push(done);
+            std::panic::resume_unwind(Box::new("enough"));
+        })
+    }));
+    assert_eq!(ended.unwrap_err().downcast_ref::<&str>(), Some(&"enough"));
+    assert_eq!(told, [16 * MIB]);
+    let report = check(&path).unwrap();
+    assert!(!report.unclean && report.damages == 0 && report.leaked_clusters == 0, "{report:?}");
+    // What it had got through is given back.
+    assert!(inspect(&path).unwrap().used_bytes <= before - 7 * MIB);
+
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        rewrite(&path, &mut |done, _| {
+            // Once for 16 MiB that were copied, not once for a table of 512 MiB.
+            assert!(done < 64 * MIB);
+            std::panic::resume_unwind(Box::new("enough"));
+        })
+    }));
+    assert_eq!(ended.unwrap_err().downcast_ref::<&str>(), Some(&"enough"));
+    expected.resize(64 << 20, 0);
+    same(&path, &[&bench.base], &expected);
+}
+
+#[test]
 fn a_rewritten_overlay_is_dense_and_holds_the_same() {
     let bench = Bench::new(BASE);
     let path = bench.overlay(700 * MIB);

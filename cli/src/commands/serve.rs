@@ -12,6 +12,7 @@ use std::{
         },
     },
     path::PathBuf,
+    time::Duration,
 };
 
 use clap::{Args, ValueEnum};
@@ -20,6 +21,9 @@ use tracing_subscriber::EnvFilter;
 
 use super::Outcome;
 use crate::failure::{FAILED, Failure};
+
+/// How long work that was told to end is waited for.
+const LAST_WORK: Duration = Duration::from_secs(10);
 
 /// Runs until SIGTERM or SIGINT. Sandboxes that run go on running; the next gateway finds them.
 #[derive(Args)]
@@ -68,9 +72,10 @@ pub fn run(args: ServeArgs) -> Outcome {
     let config = configuration(args)?;
     let failed = |what: &str, e: &dyn std::fmt::Display| Failure::new(FAILED, format!("{what}: {e}"));
     let runtime = tokio::runtime::Runtime::new().map_err(|e| failed("the gateway can't start", &e))?;
-    runtime
-        .block_on(torpor_gateway::serve(config, ready))
-        .map_err(|e| failed("the gateway can't serve", &e))?;
+    let served = runtime.block_on(torpor_gateway::serve(config, ready));
+    // A disk on which something was still done then is looked over at its next start.
+    runtime.shutdown_timeout(LAST_WORK);
+    served.map_err(|e| failed("the gateway can't serve", &e))?;
     Ok(0)
 }
 

@@ -191,11 +191,12 @@ fn compact(
 ) -> Result<Compacted, DriverError> {
     let files = Files::of(host, id)?;
     let done = match how {
-        Compaction::GiveBack => torpor_overlay::compact(&files.overlay, &[&files.base], &mut |done, all| {
-            // Short, and half of it would be worth nothing.
-            let _ = watch(done, all);
-        })
-        .map_err(errors::overlay)?,
+        Compaction::GiveBack => {
+            let give_back = |tell: &mut dyn FnMut(u64, u64)| {
+                torpor_overlay::compact(&files.overlay, &[&files.base], tell)
+            };
+            interruptible("disk compact", &mut *watch, give_back)?
+        }
         Compaction::Rewrite => {
             let rewrite = |tell: &mut dyn FnMut(u64, u64)| torpor_overlay::rewrite(&files.overlay, tell);
             interruptible("disk compact", &mut *watch, rewrite)?

@@ -224,7 +224,11 @@ impl VmDriver {
                 Err(why) => stopped.detail = Some(why),
             }
             hit("vm.stop.flushed")?;
-            vm.end_process(stopped.flushed).await;
+            vm.end_process(stopped.flushed, deadline.is_some()).await;
+            // A disk that its machine could not close is not flushed, whatever the guest was told.
+            if let Some(why) = vm.seen().disk_error {
+                (stopped.flushed, stopped.detail) = (false, Some(why));
+            }
             if !vm.seen().gone {
                 self.kill(&vm).await?;
             }

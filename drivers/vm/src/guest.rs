@@ -159,12 +159,12 @@ impl Vm {
 
     /// Lets a guest that has flushed switch itself off, then lets the machine's process end in order. May fail: the
     /// caller looks.
-    pub(crate) async fn end_process(&self, flushed: bool) {
+    pub(crate) async fn end_process(&self, flushed: bool, in_order: bool) {
         if flushed {
             let _ended = timeout(POWER_OFF, self.over()).await.is_ok();
         }
-        // What is not flushed is not worth the machine's own goodbye, except to free a guest that has ended.
-        if flushed || self.seen().exit.is_some() {
+        // Also for a guest that did not flush: what the machine itself still holds of its disk is written then.
+        if flushed || in_order || self.seen().exit.is_some() {
             self.quit().await;
             let _ended = timeout(QUIT, self.gone()).await.is_ok();
         }

@@ -205,7 +205,8 @@ impl Host {
         let options = TapOptions { owner_uid: uid, mtu: Some(mtu), vnet_hdr: true, ..TapOptions::default() };
         let tap = self.network.attach(&prepared.net, &options).map_err(errors::net("attach the network"))?;
         hit("vm.launch.network")?;
-        let cgroup = self.make_cgroup(id, &prepared.loan, prepared.machine.headroom())?;
+        let (memory, disk) = (prepared.loan.memory_bytes, prepared.spec.resources.disk_bytes);
+        let cgroup = self.make_cgroup(id, &prepared.loan, prepared.machine.headroom(memory, disk))?;
         hit("vm.launch.cgroup")?;
         // The program's arguments need the TAP's number, which is known once the command has the TAP.
         let mut command = command(&dir, lock)?;

@@ -29,3 +29,4 @@ mod words;
 
 pub use config::{ConfigError, FIRST_UID, VmConfig};
 pub use driver::VmDriver;
+pub use sweep::Standing;

@@ -15,20 +15,37 @@ use crate::{
 /// How long `tend` waits for a verb: one that is under way sees to the element itself.
 const TURN_WAIT: std::time::Duration = std::time::Duration::from_millis(50);
 
+/// What a guest may take to flush and end that should not be running.
+const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// What the records say of a sandbox that something is there of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// It has a loan: it may run.
+    Runs,
+    /// It has a record and no loan.
+    AtRest,
+    /// There is no record of it.
+    Unknown,
+}
+
 impl VmDriver {
-    /// Once, when the gateway starts and before it serves: takes up the VMs that run, ends those that belong to no
-    /// sandbox in `known`, gives back what is left of runs whose VM is gone with an earlier boot of the host and of TAPs,
+    /// Once, when the gateway starts and before it serves: takes up the VMs that run, ends those that should not
+    /// by what `standing` says (a running one of no record is left: whoever restored an old database may want to say something first), gives back what is left of runs whose VM is gone with an earlier boot of the host and of TAPs,
     /// firewall elements and cgroups without a loan, and finishes deletes that were cut short. Returns lines for the log.
     ///
     /// # Errors
     /// What can't be listed; what can't be repaired is a line.
-    pub async fn sweep(self: &Arc<Self>, known: &[SandboxId]) -> Result<Vec<String>, DriverError> {
+    pub async fn sweep(
+        self: &Arc<Self>,
+        standing: &(dyn Fn(&SandboxId) -> Standing + Sync),
+    ) -> Result<Vec<String>, DriverError> {
         let mut lines = Vec::new();
         let host = Arc::clone(&self.host);
         let ids =
             rundir::all(host.run_root()).map_err(|source| DriverError::backend("list the runs", source))?;
         for id in ids {
-            match self.sweep_run(&id, known.contains(&id)).await {
+            match self.sweep_run(&id, standing(&id)).await {
                 Ok(line) => lines.extend(line),
                 Err(error) => lines.push(format!("{id}: {error}")),
             }
@@ -87,12 +104,19 @@ impl VmDriver {
         Ok(lines)
     }
 
-    async fn sweep_run(&self, id: &SandboxId, known: bool) -> Result<Option<String>, DriverError> {
-        if !known {
+    async fn sweep_run(&self, id: &SandboxId, standing: Standing) -> Result<Option<String>, DriverError> {
+        match standing {
+            // Whoever restored an old database may want to say something first.
+            Standing::Unknown if self.live(id).await?.is_some() => {
+                return Ok(Some(format!("{id}: no record knows it; it is left for the grace of orphans")));
+            }
             // Storage is left alone: only a delete that somebody asked for removes it.
-            let stopped = self.stop(id, torpor_sandbox::Keep::Disk, std::time::Duration::ZERO).await?;
-            let detail = stopped.detail.unwrap_or_default();
-            return Ok(Some(format!("{id}: ended, as no record knows it ({detail})")));
+            Standing::AtRest | Standing::Unknown => {
+                let stopped = self.stop(id, torpor_sandbox::Keep::Disk, GRACE).await?;
+                let detail = stopped.detail.map(|detail| format!(" ({detail})")).unwrap_or_default();
+                return Ok(Some(format!("{id}: ended, as it should not be running{detail}")));
+            }
+            Standing::Runs => {}
         }
         if let Some(vm) = self.live(id).await? {
             let pid = vm.handle.identity().pid;

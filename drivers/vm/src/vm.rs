@@ -43,6 +43,8 @@ const PANIC: &str = "Kernel panic - not syncing";
 pub(crate) struct Seen {
     /// The guest has ended by itself; its process may be there still.
     pub(crate) exit: Option<Exit>,
+    /// Why what the guest has written may not all be on its disk, where its machine has said so.
+    pub(crate) disk_error: Option<String>,
     /// The process is gone and reaped.
     pub(crate) gone: bool,
 }
@@ -79,7 +81,7 @@ impl Vm {
         hints: broadcast::Sender<SandboxId>,
     ) -> Arc<Self> {
         let channel = agent::channel(&machine.agent(dir.path()));
-        let (seen_by, seen) = watch::channel(Seen { exit, gone: false });
+        let (seen_by, seen) = watch::channel(Seen { exit, ..Seen::default() });
         let (ask, asked) = mpsc::channel(8);
         let configured = AtomicBool::new(record.configured);
         let boot_id = Mutex::new(record.boot_id.clone());
@@ -306,20 +308,28 @@ impl Watcher {
 
     async fn guest_ended(&mut self, end: GuestEnd) {
         self.drain().await;
-        self.note_end(end, None).await;
+        // A machine that writes its end down does so before it says that there is one.
+        let machine = Arc::clone(&self.machine);
+        let words = self.vm.on_disk(move |dir| last_words(dir, &*machine)).await.unwrap_or_default();
+        self.note_end(end, words).await;
     }
 
-    async fn note_end(&mut self, end: GuestEnd, detail: Option<String>) {
+    async fn note_end(&mut self, end: GuestEnd, words: LastWords) {
         let panic = self.vm.on_disk(|dir| Ok(panic_line(&dir.console(SEARCHED)))).await.ok().flatten();
-        let exit = exit_of(end, detail, panic);
+        if let Some(error) = &words.disk_error {
+            tracing::error!(sandbox = %self.vm.record.sandbox, error, "what the guest has written may not all be on its disk");
+            self.seen.send_modify(|seen| seen.disk_error = words.disk_error.clone());
+        }
+        let exit = exit_of(end, words, panic);
         self.record(exit).await;
     }
 
     async fn process_ended(mut self, status: Option<String>) {
         let machine = Arc::clone(&self.machine);
         match self.vm.on_disk(move |dir| last_words(dir, &*machine)).await {
-            Ok(LastWords { end: Some(end), detail, .. }) if self.seen.borrow().exit.is_none() => {
-                self.note_end(end, detail).await;
+            Ok(words) if words.end.is_some() && self.seen.borrow().exit.is_none() => {
+                let end = words.end.unwrap_or(GuestEnd::Crash);
+                self.note_end(end, words).await;
             }
             Ok(_) => {}
             Err(error) => {
@@ -370,12 +380,19 @@ fn last_words(dir: &RunDir, machine: &dyn Machine) -> io::Result<LastWords> {
 /// Notes how a run ended whose process went while no gateway watched, where the process has left word of it. Blocks.
 pub(crate) fn note_unseen_end(dir: &RunDir, run: Run, machine: &dyn Machine) -> io::Result<()> {
     let words = last_words(dir, machine)?;
+    if let (Some(_), Some(error)) = (words.end, &words.disk_error) {
+        tracing::error!(run_dir = %dir.path().display(), error, "what a guest has written may not all be on its disk");
+    }
     let (None, Some(end)) = (dir.exit(run), words.end) else { return Ok(()) };
-    let exit = exit_of(end, words.detail, panic_line(&dir.console(SEARCHED)));
+    let exit = exit_of(end, words, panic_line(&dir.console(SEARCHED)));
     dir.write_exit(run, &exit).map_err(io::Error::other)
 }
 
-fn exit_of(end: GuestEnd, detail: Option<String>, panic: Option<String>) -> Exit {
+fn exit_of(end: GuestEnd, words: LastWords, panic: Option<String>) -> Exit {
+    if let Some(error) = words.disk_error {
+        return Exit::Lost(words::said(&error));
+    }
+    let detail = words.detail;
     match (end, panic) {
         (GuestEnd::PowerOff, _) | (GuestEnd::Reset, None) => Exit::PowerOff,
         (_, Some(line)) => Exit::Panic(line),

@@ -173,8 +173,8 @@ fn a_grown_disk_keeps_its_content_and_limits_are_named() {
 }
 
 #[test]
-fn compacting_gives_space_back_and_a_rewrite_can_be_ended_at_any_time() {
-    on_bench!("compacting_gives_space_back_and_a_rewrite_can_be_ended_at_any_time", |bench| {
+fn compacting_gives_space_back_and_both_ways_can_be_ended_at_any_time() {
+    on_bench!("compacting_gives_space_back_and_both_ways_can_be_ended_at_any_time", |bench| {
         let driver = bench.driver();
         let id = made(&bench, &driver).await;
         let content = noise(4 * MIB, 3);
@@ -184,6 +184,11 @@ fn compacting_gives_space_back_and_a_rewrite_can_be_ended_at_any_time() {
             disk.flush().unwrap();
             disk.write_zeroes(200 * MIB, 16 * MIB).unwrap();
         });
+        let ends: DiskWatch = Box::new(|_, _| ControlFlow::Break(()));
+        let ended = driver.compact(&id, Compaction::GiveBack, ends).await;
+        assert!(matches!(ended, Err(DriverError::Cancelled(_))), "{ended:?}");
+        let check = driver.report(&id, true).await.unwrap().check.unwrap();
+        assert!(check.damages.is_empty() && !check.unclean, "{check:?}");
         let done = driver.compact(&id, Compaction::GiveBack, never_ends()).await.unwrap();
         assert!(done.used_after <= done.used_before && done.used_after < 12 * MIB, "{done:?}");
 

@@ -13,7 +13,7 @@ use std::{
 };
 
 use common::{bench, block_on};
-use torpor_driver_vm::{ConfigError, VmDriver};
+use torpor_driver_vm::{ConfigError, Standing, VmDriver};
 use torpor_sandbox::{Change, ComputeDriver as _, DriverError, Keep, Observed, Run, SandboxId};
 
 macro_rules! on_bench {
@@ -134,7 +134,8 @@ fn leftovers_of_every_kind_are_swept_or_stopped() {
         let firewall = torpor_netpool::linux::Firewall::new(&bench.config.pool);
         firewall.ensure().unwrap();
         firewall.add(&element).unwrap();
-        let lines = driver.sweep(std::slice::from_ref(&known)).await.unwrap();
+        let lines =
+            driver.sweep(&|id| if *id == known { Standing::Runs } else { Standing::AtRest }).await.unwrap();
         assert!(lines.iter().any(|line| line.contains("firewall element")), "{lines:?}");
         assert!(lines.iter().any(|line| line.starts_with(unknown.as_str())), "{lines:?}");
         assert!(!bench.run_dir(&unknown).exists());
@@ -240,7 +241,7 @@ fn a_delete_that_was_cut_short_is_seen_and_finished() {
             assert_eq!(driver.observe(&id).await.unwrap(), STOPPED);
             assert_eq!(driver.list().await.unwrap(), vec![id.clone()]);
             if swept {
-                let lines = driver.sweep(&[]).await.unwrap();
+                let lines = driver.sweep(&|_| Standing::AtRest).await.unwrap();
                 assert!(lines.iter().any(|line| line.contains(trash.to_str().unwrap())), "{lines:?}");
             } else {
                 assert_eq!(driver.delete(&id).await.unwrap(), Change::Done);

@@ -18,6 +18,8 @@ use super::{BUSY, NewSandbox, StoreError, check, connect, leases, now, sandboxes
 const FILE: &str = "torpor.db";
 /// What lies beside it while it is used.
 const BESIDE: [&str; 2] = ["torpor.db-wal", "torpor.db-shm"];
+/// The next database, until it takes the place of the present one.
+const PART: &str = "torpor.db.part";
 
 /// A new id of a gateway.
 pub fn gateway_id() -> String {
@@ -100,7 +102,7 @@ pub fn copy(state_dir: &Path, to: &Path) -> Result<u64, StoreError> {
 /// Moves the database away with what lies beside it; where to. None: there was none.
 ///
 /// # Errors
-/// The files'.
+/// The files'; what was moved already is moved back then.
 pub fn move_away(state_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
     let there = |name: &str| state_dir.join(name).exists();
     if ![FILE, BESIDE[0], BESIDE[1]].into_iter().any(there) {
@@ -109,30 +111,59 @@ pub fn move_away(state_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
     let folder = state_dir.join(format!("torpor.db.away-{}", now()));
     fs::DirBuilder::new().mode(0o700).create(&folder).map_err(io("make", &folder))?;
     // The log first: without it the database is an older one, but with another's log it would be none.
-    for name in [BESIDE[0], BESIDE[1], FILE] {
-        if there(name) {
-            let from = state_dir.join(name);
-            fs::rename(&from, folder.join(name)).map_err(io("move", &from))?;
+    let names: Vec<&str> = [BESIDE[0], BESIDE[1], FILE].into_iter().filter(|name| there(name)).collect();
+    for (number, name) in names.iter().enumerate() {
+        let from = state_dir.join(name);
+        if let Err(error) = fs::rename(&from, folder.join(name)) {
+            for moved in names[..number].iter().rev() {
+                fs::rename(folder.join(moved), state_dir.join(moved)).map_err(io("move back", &folder))?;
+            }
+            return Err(io("move", &from)(error));
         }
     }
-    sync(state_dir)?;
     Ok(Some(folder))
 }
 
-/// Puts a copy in the place of the database, which has been moved away.
+/// The file that [`take_place`] gives its name.
+pub fn part(state_dir: &Path) -> PathBuf {
+    state_dir.join(PART)
+}
+
+/// Clears away a next database that never took its place.
+pub fn remove_part(state_dir: &Path) {
+    for end in ["", "-wal", "-shm", "-journal"] {
+        // It is mostly not there.
+        let _ = fs::remove_file(state_dir.join(format!("{PART}{end}")));
+    }
+}
+
+/// Makes the next database from a copy. It is on the disk when this returns.
+///
+/// # Errors
+/// The files'. Nothing is left of it then.
+pub fn prepare(state_dir: &Path, copy: &Path) -> Result<(), StoreError> {
+    let part = part(state_dir);
+    let mut source = File::open(copy).map_err(io("open", copy))?;
+    let mut write = || {
+        let made = File::options().write(true).create_new(true).mode(0o600).open(&part);
+        let mut target = made.map_err(io("make", &part))?;
+        io::copy(&mut source, &mut target).map_err(io("write", &part))?;
+        target.sync_all().map_err(io("flush", &part))
+    };
+    remove_part(state_dir);
+    write().inspect_err(|_| remove_part(state_dir))
+}
+
+/// Gives the next database the name of the one that has been moved away.
 ///
 /// # Errors
 /// The files'.
-pub fn put_back(state_dir: &Path, copy: &Path) -> Result<(), StoreError> {
-    let (part, to) = (state_dir.join("torpor.db.part"), path(state_dir));
-    // What an earlier one left.
-    let _ = fs::remove_file(&part);
-    let mut source = File::open(copy).map_err(io("open", copy))?;
-    let made = File::options().write(true).create_new(true).mode(0o600).open(&part);
-    let mut target = made.map_err(io("make", &part))?;
-    io::copy(&mut source, &mut target).map_err(io("write", &part))?;
-    target.sync_all().map_err(io("flush", &part))?;
+pub fn take_place(state_dir: &Path) -> Result<(), StoreError> {
+    let (part, to) = (part(state_dir), path(state_dir));
+    // An old log beside the new database would be worse than none of both.
+    sync(state_dir)?;
     fs::rename(&part, &to).map_err(io("rename", &part))?;
+    // Without this it may be back under its first name after a crash of the host, and can be renamed then.
     sync(state_dir)
 }
 
@@ -140,14 +171,18 @@ fn sync(folder: &Path) -> Result<(), StoreError> {
     File::open(folder).and_then(|file| file.sync_all()).map_err(io("flush", folder))
 }
 
-/// Makes a database of these sandboxes where there is none: what runs is Ready with what it has borrowed, all else is
-/// Stopped.
+/// Makes the next database, of these sandboxes: what runs is Ready with what it has borrowed, all else is Stopped. It is on
+/// the disk when this returns.
 ///
 /// # Errors
 /// The database's. Nothing is left of it then.
 pub fn make(state_dir: &Path, found: Vec<Found>) -> Result<(), StoreError> {
-    let path = path(state_dir);
-    let conn = connect(&path, true)?;
+    remove_part(state_dir);
+    fill(&part(state_dir), found).inspect_err(|_| remove_part(state_dir))
+}
+
+fn fill(path: &Path, found: Vec<Found>) -> Result<(), StoreError> {
+    let conn = connect(path, true)?;
     schema::migrate(&conn)?;
     leases::count(&conn)?;
     conn.execute_batch("BEGIN IMMEDIATE")?;
@@ -168,6 +203,8 @@ pub fn make(state_dir: &Path, found: Vec<Found>) -> Result<(), StoreError> {
         sandboxes::swap(&conn, record, state, "found without a record")?;
         tracing::info!(%id, %phase, "has a record again");
     }
-    conn.execute_batch("COMMIT; PRAGMA wal_checkpoint(TRUNCATE);")?;
-    sync(state_dir)
+    // One file, without a log beside it.
+    conn.execute_batch("COMMIT; PRAGMA wal_checkpoint(TRUNCATE); PRAGMA journal_mode = DELETE;")?;
+    drop(conn);
+    File::open(path).and_then(|file| file.sync_all()).map_err(io("flush", path))
 }

@@ -36,16 +36,27 @@ impl Network {
     }
 
     /// Lets a sandbox's packets through to where its egress policy says, and gives it a TAP. When the TAP fails, the firewall's
-    /// elements are taken back. Repeating it after a kill takes over what is there.
+    /// elements are taken back. Repeating it after a kill takes over what is there. When the kernel doesn't forget the connections of
+    /// the address's former guest, that is logged: the quarantine of the slot has to do.
     ///
     /// # Errors
     /// What the firewall or the TAP said.
     pub fn attach(&self, net: &GuestNet, options: &TapOptions) -> Result<Tap, NetError> {
         if self.connections.may_remember(net.guest_ip) {
-            self.settle()?;
+            self.settled_for(net);
         }
         self.firewall.add(&net.guest())?;
         taken_back(&self.firewall, net, self.stock.acquire(net, options))
+    }
+
+    /// The slot was lent, so nobody else has the address: a kernel that can't list connections just now is no reason to
+    /// fail a start.
+    fn settled_for(&self, net: &GuestNet) {
+        if let Err(error) = self.settle() {
+            let (address, error) = (net.guest_ip, &error as &dyn std::error::Error);
+            tracing::warn!(%address, error, "connections of the address's former guest may still be remembered");
+            self.connections.lent_again(address);
+        }
     }
 
     /// Takes a sandbox's network back, once its VM process is gone: the TAP with its addresses, routes and neighbours, and the
@@ -81,9 +92,10 @@ impl Network {
     /// Every few seconds, off the hot path: makes the firewall's table right again, looks after the stock, and settles.
     ///
     /// # Errors
-    /// What the firewall or the kernel said.
+    /// What the firewall or the kernel said first; all three are attempted.
     pub fn tend(&self) -> Result<Tend, NetError> {
-        Ok(Tend { table: self.firewall.ensure()?, stock: self.stock.tend()?, forgotten: self.settle()? })
+        let (table, stock, forgotten) = (self.firewall.ensure(), self.stock.tend(), self.settle());
+        Ok(Tend { table: table?, stock: stock?, forgotten: forgotten? })
     }
 }
 

@@ -72,6 +72,11 @@ impl Connections {
         self.state().waiting.insert(ip);
     }
 
+    /// The address is in use again: its connections are its new guest's from now on, and stay.
+    pub(super) fn lent_again(&self, ip: Ipv4Addr) {
+        self.state().waiting.remove(&ip);
+    }
+
     /// Whether connections of a former guest of the address may still be remembered.
     pub(super) fn may_remember(&self, ip: Ipv4Addr) -> bool {
         let state = self.state();
@@ -192,4 +197,20 @@ fn delete(reply: &Reply) -> Option<Message> {
         }
     }
     Some(Message::new(DELETE, libc::NLM_F_ACK, &NFGENMSG).with(&attributes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_connections_of_an_address_that_was_lent_again_stay() {
+        let connections = Connections::new(&PoolConfig::default());
+        connections.state().looked = true;
+        let (one, other) = (Ipv4Addr::new(10, 231, 0, 2), Ipv4Addr::new(10, 231, 0, 6));
+        connections.given_back(one);
+        connections.given_back(other);
+        connections.lent_again(one);
+        assert!(!connections.may_remember(one) && connections.may_remember(other));
+    }
 }

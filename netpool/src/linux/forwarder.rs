@@ -24,6 +24,8 @@ const HEADER: usize = 12;
 const LARGEST: usize = 65_535;
 /// How often the loop looks whether it is to end.
 const TICK: Duration = Duration::from_millis(200);
+/// The most questions that are taken in one turn, so that a flood of them keeps nobody's answers waiting.
+const AT_ONCE: usize = 64;
 
 /// How a forwarder works.
 #[derive(Clone, Debug)]
@@ -204,10 +206,11 @@ impl Loop {
         }
     }
 
-    /// Takes questions in, as many as there are.
+    /// Takes questions in, [`AT_ONCE`] of them; the next poll comes back for the rest.
     fn questions(&mut self, listener: usize) {
         let mut buffer = vec![0; LARGEST];
-        while let Ok((length, client)) = self.listeners[listener].0.recv_from(&mut buffer) {
+        for _ in 0..AT_ONCE {
+            let Ok((length, client)) = self.listeners[listener].0.recv_from(&mut buffer) else { return };
             let question = &buffer[..length];
             if !is_question(question) || !allowed(self.options.clients, client.ip()) {
                 continue;
@@ -382,6 +385,31 @@ mod tests {
         message.extend([1, 0, 0, 1, 0, 0, 0, 0, 0, 0]);
         message.extend(b"\x07example\x03org\0\0\x01\0\x01");
         message
+    }
+
+    #[test]
+    fn a_flood_of_questions_is_taken_in_portions() {
+        let listener = listen((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
+        let to = listener.0.local_addr().unwrap();
+        let options = ForwarderOptions { in_flight: 0, ..ForwarderOptions::default() };
+        let mut state = Loop {
+            listeners: vec![listener],
+            upstreams: vec![to],
+            tcp: TcpSide::new(vec![to], &options),
+            options,
+            random: File::open("/dev/urandom").unwrap(),
+            pending: Vec::new(),
+            counts: Arc::default(),
+        };
+        let client = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        for id in 0..AT_ONCE + 10 {
+            client.send_to(&question(id as u16), to).unwrap();
+        }
+        let refused = |state: &Loop| state.counts.refused.load(Ordering::Relaxed) as usize;
+        state.questions(0);
+        assert_eq!(refused(&state), AT_ONCE);
+        state.questions(0);
+        assert_eq!(refused(&state), AT_ONCE + 10);
     }
 
     #[test]

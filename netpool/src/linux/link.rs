@@ -51,7 +51,15 @@ pub(super) fn index_of(name: &str) -> io::Result<Option<u32>> {
 /// The interface of a name.
 pub(super) fn link_named(name: &str) -> io::Result<Option<Link>> {
     let attributes = Attributes::new().put(libc::IFLA_IFNAME, &text(name));
-    let message = Message::new(libc::RTM_GETLINK, 0, &[0; IFINFO]).with(&attributes);
+    one_link(Message::new(libc::RTM_GETLINK, 0, &[0; IFINFO]).with(&attributes))
+}
+
+/// The interface of an index.
+pub(super) fn link_at(index: u32) -> io::Result<Option<Link>> {
+    one_link(Message::new(libc::RTM_GETLINK, 0, &ifinfo(index, 0, 0)))
+}
+
+fn one_link(message: Message) -> io::Result<Option<Link>> {
     match route_socket()?.ask(message) {
         Ok(reply) => Ok(link_of(&reply)),
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(None),

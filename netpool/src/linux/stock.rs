@@ -87,6 +87,11 @@ impl TapStock {
     fn rekey(&self, name: &str) -> Result<bool, NetError> {
         let mut state = self.claimed()?;
         while let Some(index) = state.warm.pop() {
+            // Since Linux 6.2 an interface that is up can be renamed: one with another name may be a running guest's.
+            let present = link::link_at(index).map_err(NetError::link("find the tap for", name))?;
+            if !present.is_some_and(|link| link.name.starts_with(&self.config.stock_prefix())) {
+                continue;
+            }
             let change = Change { name: Some(name), ..Change::default() };
             match link::request(link::change(index, &change)) {
                 Ok(()) => return Ok(true),
@@ -134,6 +139,7 @@ impl TapStock {
         let change = Change { name: Some(&new_name), group, ..Change::default() };
         link::request(link::change(index, &change)).map_err(NetError::link("put into stock", name))?;
         match keep {
+            true if state.warm.contains(&index) => {}
             true => state.warm.push(index),
             false => state.surplus += 1,
         }
@@ -255,13 +261,15 @@ impl TapStock {
             SocketAddr::from_abstract_name(&name).and_then(|address| UnixDatagram::bind_addr(&address));
         let Ok(lock) = bound else { return Ok(state) };
         let (stock, surplus) = (self.config.stock_prefix(), self.config.surplus_prefix());
+        // Taken over all at once: what a failed attempt had listed would be listed twice by the next one.
+        let mut found = State::default();
         for link in link::links().map_err(NetError::ListLinks)? {
             if link.name.starts_with(&stock) && self.refresh(&link)? {
-                state.warm.push(link.index);
+                found.warm.push(link.index);
             }
-            state.surplus += usize::from(link.name.starts_with(&surplus));
+            found.surplus += usize::from(link.name.starts_with(&surplus));
         }
-        state.lock = Some(lock);
+        *state = State { lock: Some(lock), ..found };
         Ok(state)
     }
 

@@ -28,6 +28,7 @@ pub(crate) fn run(bench: &Bench) -> Outcome<()> {
             create(&overlay, &base, &identity, DISK_BYTES)?;
             let mut job = bench.job(&format!("{COMMAND_LINE} torpor.test=disk"));
             job.disk = Some((overlay.clone(), base.clone()));
+            eprintln!("disk: round {round}, {name}");
             let console = bench.start(which, &job)?.finish(LIMIT)?;
             all.entry(name).or_default().push(figures(&console)?);
             fs::remove_file(&overlay)?;

@@ -98,6 +98,8 @@ const KVM_RUN: i32 = 0xae80;
 const KVM_KVMCLOCK_CTRL: i32 = 0xaead;
 /// KVM_SET_GSI_ROUTING, `_IOW(KVMIO, 0x6a, struct kvm_irq_routing)`.
 const KVM_SET_GSI_ROUTING: i32 = 0x4008_ae6a;
+/// KVM_GET_REGS, `_IOR(KVMIO, 0x81, struct kvm_regs)` of 144 bytes.
+const KVM_GET_REGS: i32 = 0x8090_ae81_u32 as i32;
 /// TUNSETOFFLOAD, `_IOW('T', 208, unsigned int)` (linux/if_tun.h).
 const TUNSETOFFLOAD: i32 = 0x4004_54d0;
 /// What a thread of this process shares with it: all (clone(2)). Some C libraries add a flag that means nothing any more.
@@ -169,6 +171,8 @@ pub const RULES: &[Rule] = rules! {
     // CPUs, and the devices' registers, which are served in their threads.
     SYS_ioctl: &[Vcpu], &[&[is(1, KVM_RUN)], &[is(1, KVM_KVMCLOCK_CTRL)], &[is(1, KVM_SET_GSI_ROUTING)]],
         "runs the guest; tells it that it was paused; the guest has changed where its interrupts go";
+    SYS_ioctl: &[Vcpu], &[&[is(1, KVM_GET_REGS)]], "says where a CPU is that can't go on",
+        rare "only when KVM gives up";
     SYS_gettid: &[Vcpu], ALWAYS, "its number, for the signal that stops it";
     SYS_rt_sigreturn: &[Vcpu], ALWAYS, "returns from the signal that stops a CPU";
     SYS_fcntl: &[Vcpu], &[&[is(1, libc::F_DUPFD_CLOEXEC)]], "a queue's eventfd is handed to the device";

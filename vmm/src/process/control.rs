@@ -95,6 +95,13 @@ fn is_passing(error: &io::Error) -> bool {
     matches!(error.kind(), WouldBlock | Interrupted | ConnectionAborted)
 }
 
+/// The host was short of something when it accepted; it may have it again later.
+pub(super) fn is_shortage(error: &io::Error) -> bool {
+    use nix::errno::Errno::{EMFILE, ENFILE, ENOBUFS, ENOMEM, ENOSPC};
+    let short = [EMFILE, ENFILE, ENOBUFS, ENOMEM, ENOSPC];
+    short.iter().any(|errno| error.raw_os_error() == Some(*errno as i32))
+}
+
 fn line(reply: &Reply) -> Vec<u8> {
     // These types always become JSON.
     let mut line = serde_json::to_vec(reply).unwrap_or_default();

@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::signal::{SigSet, Signal};
@@ -13,7 +14,7 @@ use torpor_vmm_devices::virtio::balloon::BalloonHandle;
 
 use super::around::Around;
 use super::build::Running;
-use super::control::{Clients, FIRST_CLIENT};
+use super::control::{Clients, FIRST_CLIENT, is_shortage};
 use super::error::StartError;
 use super::{endfile, log};
 use crate::machine::State;
@@ -23,6 +24,8 @@ const SIGNALS: u64 = 1;
 const LISTENER: u64 = 2;
 /// Events that are taken at once.
 const BATCH: usize = 16;
+/// How long the control socket takes nobody in after the host was short of something.
+const REST: Duration = Duration::from_secs(1);
 
 /// Blocks the signals that end the VM, in this thread and all that it starts, and makes them readable.
 pub(super) fn signals() -> Result<SignalFd, StartError> {
@@ -40,6 +43,8 @@ pub(super) struct Power {
     around: Arc<Around>,
     signals: SignalFd,
     listener: Option<UnixListener>,
+    /// The listener isn't in the epoll before then.
+    rests_until: Option<Instant>,
     clients: Clients,
     epoll: Epoll,
 }
@@ -63,7 +68,8 @@ impl Power {
             listener.set_nonblocking(true).map_err(StartError::host("prepare the control socket"))?;
             add(listener.as_fd(), LISTENER)?;
         }
-        Ok(Self { running, around, signals, listener, clients: Clients::default(), epoll })
+        let clients = Clients::default();
+        Ok(Self { running, around, signals, listener, rests_until: None, clients, epoll })
     }
 
     /// Lets the guest run.
@@ -89,7 +95,8 @@ impl Power {
 
     fn wait(&mut self) {
         let mut events = [EpollEvent::empty(); BATCH];
-        let count = match self.epoll.wait(&mut events, EpollTimeout::NONE) {
+        self.listen_again();
+        let count = match self.epoll.wait(&mut events, self.timeout()) {
             Ok(count) => count,
             Err(nix::errno::Errno::EINTR) => return,
             Err(errno) => {
@@ -114,11 +121,32 @@ impl Power {
 
     fn accept(&mut self) {
         let Some(listener) = &self.listener else { return };
-        if let Err(error) = self.clients.accept(listener, &self.epoll) {
-            // It would come again at once: the socket is given up, the VM goes on.
+        let Err(error) = self.clients.accept(listener, &self.epoll) else { return };
+        // It would come again at once: nobody is taken in for a while, or ever.
+        if is_shortage(&error) && self.epoll.delete(listener).is_ok() {
+            log::say(&format_args!("the control socket rests for a second: {error}"));
+            self.rests_until = Some(Instant::now() + REST);
+        } else {
             log::say(&format_args!("the control socket is closed: {error}"));
             self.listener = None;
         }
+    }
+
+    /// Takes clients in again, when the listener has rested.
+    fn listen_again(&mut self) {
+        let Some(listener) = &self.listener else { return };
+        if self.rests_until.is_none_or(|until| Instant::now() < until) {
+            return;
+        }
+        let added = self.epoll.add(listener, EpollEvent::new(EpollFlags::EPOLLIN, LISTENER));
+        self.rests_until = added.err().map(|_| Instant::now() + REST);
+    }
+
+    /// How long to wait for events.
+    fn timeout(&self) -> EpollTimeout {
+        let Some(until) = self.rests_until else { return EpollTimeout::NONE };
+        let left = until.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+        EpollTimeout::try_from(left).unwrap_or(EpollTimeout::ZERO)
     }
 
     fn serve(&mut self, number: u64) {

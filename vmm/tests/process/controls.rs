@@ -1,6 +1,7 @@
 //! The control socket's protocol, and those who abuse it.
 
 use std::io::{Read as _, Write as _};
+use std::process::Command;
 
 use torpor_vmm_api::{End, Event, Reply, Request, VmState};
 
@@ -63,6 +64,29 @@ fn who_subscribes_learns_of_the_end_and_who_does_not_is_not_disturbed() {
     assert_eq!(listener.next(), Some(Reply::Event(Event::Ended { end: End::Host })));
     assert_eq!((listener.next(), quiet.next()), (None, None));
     vm.ended();
+}
+
+#[test]
+fn a_shortage_of_descriptors_passes_and_clients_are_taken_in_again() {
+    let test = "a_shortage_of_descriptors_passes_and_clients_are_taken_in_again";
+    if !(has(test, "kvm") && has(test, "prlimit")) {
+        return;
+    }
+    let mut vm = busy();
+    let pid = vm.pid().to_string();
+    let limit = |soft: &str| {
+        let limit = format!("--nofile={soft}:");
+        assert!(Command::new("prlimit").args(["--pid", &pid, &limit]).status().unwrap().success());
+    };
+    let shown = Command::new("prlimit").args(["--noheadings", "--raw", "-o", "SOFT", "--nofile"]).output();
+    let before = String::from_utf8(shown.unwrap().stdout).unwrap();
+    limit("3");
+    let mut client = vm.control();
+    until("the shortage", || vm.log().contains("rests for a second").then_some(()));
+    limit(before.trim());
+    assert_eq!(state(client.ask(&Request::Status)).0, VmState::Running);
+    client.ask(&Request::Shutdown);
+    assert_eq!(vm.ended().code(), Some(13));
 }
 
 #[test]

@@ -181,9 +181,14 @@ impl NewFile {
         hidden.push(name);
         hidden.push(format!(".part-{}", std::process::id()));
         let temporary = target.with_file_name(hidden);
-        // A guest's disk is nobody else's.
-        let opened = File::options().write(true).create(true).truncate(true).mode(0o600).open(&temporary);
-        let file = opened.map_err(|error| unwritten(&shown.to_string(), error))?;
+        // A process with this number may have left one. What anybody else puts there meanwhile, a link to a file of his
+        // own perhaps, is refused: a guest's disk is nobody else's.
+        let removed = match fs::remove_file(&temporary) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        };
+        let open = || File::options().write(true).create_new(true).mode(0o600).open(&temporary);
+        let file = removed.and_then(|()| open()).map_err(|error| unwritten(&shown.to_string(), error))?;
         Ok(Self { file, temporary, target: target.to_owned(), force, published: false })
     }
 
@@ -321,6 +326,23 @@ mod tests {
         assert_eq!(fs::read(&target).unwrap(), b"new");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
         assert!(NewFile::create(dir.path(), true).is_err());
+    }
+
+    #[test]
+    fn what_lies_where_the_file_is_made_is_neither_followed_nor_kept() {
+        use std::os::unix::fs::{MetadataExt as _, symlink};
+
+        let dir = tempfile::tempdir().unwrap();
+        let (target, other) = (dir.path().join("disk.raw"), dir.path().join("other"));
+        fs::write(&other, "mine").unwrap();
+        let temporary = dir.path().join(format!(".disk.raw.part-{}", std::process::id()));
+        symlink(&other, &temporary).unwrap();
+        let mut file = NewFile::create(&target, false).unwrap();
+        file.data(0, b"disk").unwrap();
+        file.publish().unwrap();
+        assert_eq!(fs::read(&other).unwrap(), b"mine");
+        let made = target.symlink_metadata().unwrap();
+        assert!(made.is_file() && made.mode() & 0o777 == 0o600 && made.len() == 4);
     }
 
     #[test]

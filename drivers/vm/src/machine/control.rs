@@ -1,6 +1,7 @@
 //! The control socket of torpor-vmm: JSON lines over a Unix socket.
 
 use std::{
+    collections::BTreeSet,
     io,
     path::{Path, PathBuf},
     time::Duration,
@@ -20,6 +21,8 @@ use super::{GuestEnd, Monitor, kvm};
 const ANSWER: Duration = Duration::from_secs(5);
 /// The longest line that makes sense, bytes.
 const LONGEST: usize = 64 << 10;
+/// More devices than a machine has.
+const DEVICES: usize = 32;
 
 /// A connection to the VMM's control socket.
 #[derive(Debug)]
@@ -29,6 +32,8 @@ pub(crate) struct Control {
     buffer: Vec<u8>,
     /// Seen on the way to something else.
     end: Option<GuestEnd>,
+    /// Devices that were said to be broken.
+    broken: BTreeSet<String>,
     run_dir: PathBuf,
 }
 
@@ -36,7 +41,13 @@ impl Control {
     /// Connects and asks for events.
     pub(crate) async fn connect(path: &Path, run_dir: &Path) -> io::Result<Self> {
         let stream = UnixStream::connect(path).await?;
-        let mut control = Self { stream, buffer: Vec::new(), end: None, run_dir: run_dir.to_owned() };
+        let mut control = Self {
+            stream,
+            buffer: Vec::new(),
+            end: None,
+            broken: BTreeSet::new(),
+            run_dir: run_dir.to_owned(),
+        };
         control.ask(&Request::Subscribe).await?;
         if let Reply::Status(status) = control.ask(&Request::Status).await?
             && status.state == VmState::Ended
@@ -72,9 +83,13 @@ impl Control {
     fn note(&mut self, event: &Event) {
         match event {
             Event::Ended { end } => self.end = self.end.or(Some(kvm::guest_end(end))),
-            Event::DeviceBroken { device, reason } => {
+            // Once for each: a guest can break a device as often as it likes.
+            Event::DeviceBroken { device, reason }
+                if self.broken.len() < DEVICES && self.broken.insert(device.clone()) =>
+            {
                 tracing::warn!(run_dir = %self.run_dir.display(), device, reason, "a guest broke a device");
             }
+            Event::DeviceBroken { .. } => {}
         }
     }
 

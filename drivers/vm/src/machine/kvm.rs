@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io,
+    io::{self, Read as _},
     os::{
         fd::{AsRawFd as _, OwnedFd},
         unix::{fs::FileExt as _, net::UnixListener},
@@ -35,6 +35,8 @@ const CONSOLE: &str = "console.ring";
 /// How far the console was taken over: a later gateway goes on from there.
 const CONSOLE_READ: &str = "console.read";
 const END: &str = "end.json";
+/// What of it is read, bytes.
+const LONGEST_END: u64 = 64 << 10;
 
 /// torpor-vmm.
 #[derive(Debug)]
@@ -136,19 +138,28 @@ impl Machine for Kvm {
 
     fn last_words(&self, run_dir: &Path) -> LastWords {
         let console = take_console(run_dir).unwrap_or_default();
-        let end = std::fs::read(run_dir.join(END)).ok();
-        let Some(file) = end.and_then(|bytes| serde_json::from_slice::<EndFile>(&bytes).ok()) else {
+        // The process could write there as much as it likes, and a guest may have taken it over.
+        let mut bytes = Vec::new();
+        let read =
+            File::open(run_dir.join(END)).and_then(|file| file.take(LONGEST_END).read_to_end(&mut bytes));
+        let Some(file) = read.ok().and_then(|_| serde_json::from_slice::<EndFile>(&bytes).ok()) else {
             return LastWords { console, ..LastWords::default() };
         };
         let mut details = detail(&file.end).into_iter().collect::<Vec<_>>();
-        details.extend(file.disk_error.map(|error| format!("the disk could not be closed: {error}")));
+        let disk_error = file.disk_error.map(|error| format!("the disk could not be closed: {error}"));
+        let disk_error = disk_error.or_else(|| {
+            (!file.disks_closed && !matches!(file.end, End::Failed { .. }))
+                .then(|| "the disk was not closed".to_owned())
+        });
+        details.extend(disk_error.clone());
         details.extend(file.broken.iter().map(|device| format!("the guest broke its {device}")));
         let detail = (!details.is_empty()).then(|| details.join("; "));
-        LastWords { end: Some(guest_end(&file.end)), detail, console }
+        LastWords { end: Some(guest_end(&file.end)), detail, disk_error, console }
     }
 
-    fn headroom(&self) -> u64 {
-        64 << 20
+    fn headroom(&self, memory_bytes: u64, disk_bytes: u64) -> u64 {
+        // The process itself; page tables of a guest that touches all its memory, twice; the disk's tables.
+        (128 << 20) + memory_bytes / 128 + disk_bytes / 4096
     }
 }
 

@@ -86,6 +86,8 @@ pub(crate) struct LastWords {
     pub(crate) end: Option<GuestEnd>,
     /// More about it, for people.
     pub(crate) detail: Option<String>,
+    /// Why what the guest has written may not all be on its disk, although the machine ended in order.
+    pub(crate) disk_error: Option<String>,
     /// What of the console was not taken over before.
     pub(crate) console: Vec<u8>,
 }
@@ -110,7 +112,7 @@ pub(crate) trait Machine: Send + Sync + std::fmt::Debug {
         LastWords::default()
     }
     /// The most that its process needs beyond guest memory, bytes: a limit against leaks, not a budget.
-    fn headroom(&self) -> u64;
+    fn headroom(&self, memory_bytes: u64, disk_bytes: u64) -> u64;
 }
 
 /// A connection to a running machine. An error means that it is lost; another one may be made.

@@ -177,7 +177,7 @@ impl Machine for Qemu {
         Ok(Box::new(monitor))
     }
 
-    fn headroom(&self) -> u64 {
+    fn headroom(&self, _memory_bytes: u64, _disk_bytes: u64) -> u64 {
         512 << 20
     }
 }

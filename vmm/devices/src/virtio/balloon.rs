@@ -34,7 +34,7 @@ const PAGE: u64 = 4096;
 /// Page numbers are read in portions of this many, each of which is sorted and coalesced.
 const PORTION: usize = 256;
 /// Most bytes of page numbers in one request; Linux sends 1 KiB.
-const MAX_REQUEST: u64 = 64 << 10;
+const MAX_REQUEST: u64 = 4 << 10;
 /// Offsets in the configuration space: pages wanted, pages handed over.
 const TARGET: usize = 0;
 const ACTUAL: usize = 4;
@@ -200,7 +200,8 @@ struct Served {
 }
 
 impl Served {
-    /// Serves what waits, at most a ring full. True: there is more.
+    /// Serves what waits: one request that lets pages go, which takes the host a while, or a ring full of others. So the
+    /// device can be paused or stopped soon. True: there may be more.
     fn serve(&mut self, pages: &Pages) -> Result<bool, String> {
         let name = |error: &dyn std::fmt::Display| format!("queue {}: {error}", self.index);
         self.ring.disable_kicks();
@@ -208,6 +209,7 @@ impl Served {
             if !self.ring.pop(&mut self.chain).map_err(|error| name(&error))? {
                 return self.ring.enable_kicks().map_err(|error| name(&error));
             }
+            let lets_go = matches!(self.index, INFLATE | REPORTS);
             match self.index {
                 INFLATE => pages.inflate(&mut self.chain.readable).map_err(|error| name(&error))?,
                 REPORTS => pages.report(&self.chain.writable),
@@ -215,6 +217,9 @@ impl Served {
                 _ => {}
             }
             self.ring.push(self.chain.head, 0);
+            if lets_go {
+                break;
+            }
         }
         Ok(true)
     }

@@ -234,6 +234,8 @@ impl KvmVcpu {
                 Ok(VcpuExit::Hlt) => Came::Crash("halt outside KVM", 0),
                 Ok(VcpuExit::MemoryFault { gpa, .. }) => Came::Crash("memory fault", gpa),
                 Ok(VcpuExit::Unsupported(reason)) => Came::Crash("unknown exit", u64::from(reason)),
+                // Some kernels tell of it; the I/O APIC here needs nothing of the end of an interrupt.
+                Ok(VcpuExit::IoapicEoi(_)) => continue,
                 Ok(_) => Came::Crash("unexpected exit", 0),
                 Err(error) => match error.errno() {
                     libc::EINTR => Came::Kicked,

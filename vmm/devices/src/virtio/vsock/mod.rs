@@ -65,6 +65,7 @@ pub struct Vsock {
     limit: usize,
     worker: Worker,
     restored: Arc<AtomicBool>,
+    over: Arc<AtomicBool>,
     side: Kept,
 }
 
@@ -81,6 +82,7 @@ impl Vsock {
             limit: limit.max(1) as usize,
             worker: Worker::new()?,
             restored: Arc::default(),
+            over: Arc::default(),
             side: Arc::new(Mutex::new(Some(side))),
         })
     }
@@ -155,13 +157,15 @@ impl VirtioDevice for Vsock {
         };
         let (cid, limit) = (self.cid, self.limit);
         let (kept, restored) = (Arc::clone(&self.side), Arc::clone(&self.restored));
+        let over = Arc::clone(&self.over);
         self.worker
             .start(surroundings, ThreadKind::Vsock, move |gate| {
                 // The thread before this one has put it back.
                 let Some(side) = lock(&kept).take() else { return };
                 let chain = rings[0].chain();
                 let muxer = Muxer::new(cid, limit, side, Instant::now());
-                let mut engine = Engine { rings, kicks, chain, muxer, interrupt, restored, owed: false };
+                let mut engine =
+                    Engine { rings, kicks, chain, muxer, interrupt, restored, owed: false, over };
                 let reason = engine.run(gate);
                 *lock(&kept) = Some(engine.muxer.finish());
                 if let Some(reason) = reason {
@@ -173,6 +177,12 @@ impl VirtioDevice for Vsock {
 
     fn reset(&mut self) {
         self.worker.stop();
+    }
+
+    fn close(&mut self) -> io::Result<()> {
+        self.over.store(true, Ordering::SeqCst);
+        self.reset();
+        Ok(())
     }
 
     fn pause(&mut self, paused: bool) {

@@ -111,6 +111,33 @@ fn what_a_guest_sent_before_it_left_is_still_read() {
 }
 
 #[test]
+fn the_last_words_before_the_vm_is_over_are_passed_on() {
+    let mut guest = Guest::new(8);
+    let (mut client, connection) = guest.connected(5);
+    let header = Header {
+        source_cid: CID,
+        target_cid: HOST_CID,
+        source_port: connection.target_port,
+        target_port: connection.source_port,
+        length: 3,
+        kind: STREAM,
+        operation: operation::DATA,
+        flags: 0,
+        window: 256 << 10,
+        forwarded: 0,
+    };
+    let bytes = [&header.bytes()[..], b"bye"].concat();
+    guest.driver.write(guest.out.address, &bytes);
+    let buffer = Buffer { length: bytes.len() as u32, writable: false, ..guest.out };
+    // Without a kick: the thread has not seen it when the VM is over.
+    guest.driver.add(engine::SEND, &[buffer]);
+    guest.driver.transport.close().unwrap();
+    let mut all = Vec::new();
+    client.read_to_end(&mut all).unwrap();
+    assert_eq!(all, b"bye");
+}
+
+#[test]
 fn a_client_that_does_not_read_holds_nobody_up() {
     let mut guest = Guest::new(8);
     let (_slow, slow) = guest.connected(5);
