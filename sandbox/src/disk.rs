@@ -36,7 +36,7 @@ pub trait DiskCare: Send + Sync {
     /// Gives back to the host what the guest no longer uses.
     ///
     /// # Errors
-    /// `Cancelled` when the watch said so (only for [`Compaction::Rewrite`]: the other one is short); `Locked`, `Corrupt`,
+    /// `Cancelled` when the watch said so; `Locked`, `Corrupt`,
     /// `NoSpace`, those of the base. The disk's content is as it was then.
     async fn compact(
         &self,

@@ -343,7 +343,7 @@ impl ComputeDriver for VmDriver {
     }
 
     fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
-        self.host.machines.get(&spec.machine)?;
+        self.host.machines.get(&spec.machine, spec.resources.cpus)?;
         match spec.kernel.as_deref().map(std::fs::metadata) {
             Some(Err(error)) => Err(DriverError::Invalid(format!(
                 "kernel: '{}': {error}",

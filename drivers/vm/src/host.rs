@@ -150,7 +150,7 @@ impl Host {
         }
         let net = self.net_of(&loan)?;
         let boot = self.assets.boot(spec.kernel.as_deref().map(Path::new))?;
-        let machine = self.machines.get(&spec.machine)?;
+        let machine = self.machines.get(&spec.machine, spec.resources.cpus)?;
         Ok(Prepared { spec, loan, net, base, boot, machine })
     }
 

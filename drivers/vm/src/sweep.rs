@@ -65,13 +65,15 @@ impl VmDriver {
         let host = Arc::clone(&self.host);
         let (tended, there) = self
             .blocking(move || {
-                let tended = host.network.tend().map_err(errors::net("look after the network"))?;
+                // What can't be mended of the rest keeps no guest's element from being put back.
+                let tended = host.network.tend().map_err(errors::net("look after the network"));
                 let there =
                     host.network.firewall().list().map_err(errors::net("list the firewall's elements"))?;
                 Ok((tended, there))
             })
             .await?;
-        let mut lines = Vec::new();
+        let mut lines = self.put_elements_back(&there).await?;
+        let tended = tended?;
         if tended.forgotten == linux::Forgotten::Unsupported {
             static ONCE: std::sync::Once = std::sync::Once::new();
             ONCE.call_once(|| {
@@ -84,6 +86,12 @@ impl VmDriver {
         if tended.table != linux::Ensured::Already {
             lines.push("the firewall's table was gone or changed: made right again".to_owned());
         }
+        Ok(lines)
+    }
+
+    /// The elements of watched VMs that are not among those that are there.
+    async fn put_elements_back(&self, there: &[torpor_netpool::Guest]) -> Result<Vec<String>, DriverError> {
+        let mut lines = Vec::new();
         for vm in self.all_watched() {
             let Some(guest) = vm.record.net.as_ref().map(torpor_netpool::GuestNet::guest) else { continue };
             let id = &vm.record.sandbox;

@@ -21,6 +21,9 @@ use crate::sys;
 pub(crate) const NAME: &str = "kvm";
 /// The program when it is looked up in PATH.
 pub(crate) const PROGRAM: &str = "torpor-vmm";
+/// CPUs of a VM of this machine. A stock kernel with two hangs early in the box (not with one, and not with QEMU on the same KVM);
+/// until that is understood, sandboxes with more run on QEMU.
+pub(crate) const MOST_CPUS: u32 = 1;
 /// Where the agent listens on vsock (agent/src/serve.rs).
 const AGENT_PORT: u32 = 1024;
 /// Guest memory is a multiple of this, bytes.

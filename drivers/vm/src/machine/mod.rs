@@ -160,11 +160,18 @@ impl Machines {
         Ok(Self { qemu, kvm, default, choice })
     }
 
-    /// The machine of this name, "auto" being the default.
-    pub(crate) fn get(&self, name: &str) -> Result<Arc<dyn Machine>, DriverError> {
+    /// The machine of this name for so many CPUs, "auto" being the default where that can have them.
+    pub(crate) fn get(&self, name: &str, cpus: u32) -> Result<Arc<dyn Machine>, DriverError> {
         match (name, &self.kvm) {
+            ("auto", _) if self.default.name() == kvm::NAME && cpus > kvm::MOST_CPUS => {
+                Ok(Arc::clone(&self.qemu))
+            }
             ("auto", _) => Ok(Arc::clone(&self.default)),
             ("qemu", _) => Ok(Arc::clone(&self.qemu)),
+            ("kvm", Ok(_)) if cpus > kvm::MOST_CPUS => Err(DriverError::Unsupported(format!(
+                "machine: 'kvm' has at most {} CPU in this version, {cpus} asked for; use auto or qemu",
+                kvm::MOST_CPUS
+            ))),
             ("kvm", Ok(kvm)) => Ok(Arc::clone(kvm)),
             ("kvm", Err(why)) => {
                 Err(DriverError::Unsupported(format!("machine: 'kvm' can't be used on this host: {why}")))
