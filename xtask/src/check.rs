@@ -57,6 +57,7 @@ const UNSAFE: &[&str] = &[
     "agent/",
     "drivers/vm/src/probe",
     "drivers/vm/src/sys",
+    "fuzz/fuzz_targets/vmm_",
 ];
 /// Licenses that dependencies may have; deny.toml holds the same list for cargo-deny.
 const LICENSES: &[&str] = &[
