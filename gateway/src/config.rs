@@ -207,32 +207,37 @@ impl Config {
     /// The guest agent: as configured, else the first static one of those beside the executable and where packages
     /// put it. (An agent that needs a dynamic loader can't be the first program of a guest.)
     pub fn find_agent(&self) -> Option<PathBuf> {
-        if !self.agent.as_os_str().is_empty() {
-            return Some(self.agent.clone());
-        }
-        let exe = std::env::current_exe().ok();
-        let beside = exe
-            .as_deref()
-            .and_then(Path::parent)
-            .map(|dir| [dir.join("guest/torpor-agent"), dir.join("torpor-agent")]);
-        let places = beside.into_iter().flatten().chain([PathBuf::from("/usr/lib/torpor/torpor-agent")]);
-        places.into_iter().find(|p| is_static(p))
+        let beside = beside_executable().map(|dir| [dir.join("guest"), dir]);
+        let folders = beside.into_iter().flatten().chain([PathBuf::from(PACKAGED)]);
+        find(&self.agent, folders, "torpor-agent", is_static)
+    }
+
+    /// torpor-vmm: as configured, else the first of those beside the executable, where packages put it, and in PATH.
+    pub fn find_vmm(&self) -> Option<PathBuf> {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let folders = beside_executable().into_iter().chain([PathBuf::from(PACKAGED)]);
+        find(&self.vmm, folders.chain(std::env::split_paths(&path)), "torpor-vmm", Path::is_file)
     }
 }
 
-impl Config {
-    /// torpor-vmm: as configured, else the first of those beside the executable, where packages put it, and in PATH.
-    pub fn find_vmm(&self) -> Option<PathBuf> {
-        const NAME: &str = "torpor-vmm";
-        if !self.vmm.as_os_str().is_empty() {
-            return Some(self.vmm.clone());
-        }
-        let exe = std::env::current_exe().ok();
-        let beside = exe.as_deref().and_then(Path::parent).map(Path::to_owned);
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        let places = beside.into_iter().chain(["/usr/lib/torpor".into()]).chain(std::env::split_paths(&path));
-        places.map(|place| place.join(NAME)).find(|file| file.is_file())
+/// Where packages put the programs that the gateway starts.
+const PACKAGED: &str = "/usr/lib/torpor";
+
+fn beside_executable() -> Option<PathBuf> {
+    std::env::current_exe().ok()?.parent().map(Path::to_owned)
+}
+
+/// The configured program, else the first fitting one of that name in the folders.
+fn find(
+    configured: &Path,
+    folders: impl Iterator<Item = PathBuf>,
+    name: &str,
+    fits: fn(&Path) -> bool,
+) -> Option<PathBuf> {
+    if !configured.as_os_str().is_empty() {
+        return Some(configured.to_owned());
     }
+    folders.map(|folder| folder.join(name)).find(|file| fits(file))
 }
 
 /// Whether a file is a 64-bit ELF program without an interpreter (elf(5): program header type 3 is PT_INTERP).

@@ -1,6 +1,7 @@
 //! Cutting requests and their buffers.
 
 use std::io::{IoSlice, IoSliceMut};
+use std::ops::Range;
 
 use crate::layout::CLUSTER;
 
@@ -27,6 +28,17 @@ impl Piece {
     }
 }
 
+/// Called with the size of one buffer after the other: which part of it lies within `length` bytes from `skip` on, all buffers
+/// counted together.
+fn within(mut skip: usize, mut length: usize) -> impl FnMut(usize) -> Range<usize> {
+    move |size| {
+        let start = skip.min(size);
+        let count = length.min(size - start);
+        (skip, length) = (skip - start, length - count);
+        start..start + count
+    }
+}
+
 /// Works on `length` bytes of buffers from `skip` on, as buffers of their own.
 pub(crate) fn part_mut<R>(
     buffers: &mut [IoSliceMut<'_>],
@@ -37,14 +49,11 @@ pub(crate) fn part_mut<R>(
     if let [one] = buffers {
         return work(&mut [IoSliceMut::new(&mut one[skip..skip + length])]);
     }
-    let (mut skip, mut left) = (skip, length);
-    let mut parts = Vec::with_capacity(buffers.len());
+    let (mut parts, mut within) = (Vec::with_capacity(buffers.len()), within(skip, length));
     for buffer in buffers {
-        let start = skip.min(buffer.len());
-        let count = left.min(buffer.len() - start);
-        (skip, left) = (skip - start, left - count);
-        if count > 0 {
-            parts.push(IoSliceMut::new(&mut buffer[start..start + count]));
+        let range = within(buffer.len());
+        if !range.is_empty() {
+            parts.push(IoSliceMut::new(&mut buffer[range]));
         }
     }
     work(&mut parts)
@@ -60,14 +69,11 @@ pub(crate) fn part<R>(
     if let [one] = buffers {
         return work(&[IoSlice::new(&one[skip..skip + length])]);
     }
-    let (mut skip, mut left) = (skip, length);
-    let mut parts = Vec::with_capacity(buffers.len());
+    let (mut parts, mut within) = (Vec::with_capacity(buffers.len()), within(skip, length));
     for buffer in buffers {
-        let start = skip.min(buffer.len());
-        let count = left.min(buffer.len() - start);
-        (skip, left) = (skip - start, left - count);
-        if count > 0 {
-            parts.push(IoSlice::new(&buffer[start..start + count]));
+        let range = within(buffer.len());
+        if !range.is_empty() {
+            parts.push(IoSlice::new(&buffer[range]));
         }
     }
     work(&parts)

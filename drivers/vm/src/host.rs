@@ -11,7 +11,7 @@ use torpor_netpool::{
     Egress, GuestNet, Ledger, Loan, PoolConfig,
     linux::{
         Cgroup, CgroupLimits, CgroupParent, CgroupProbe, Forwarding, Network, TapOptions, effective_mtu,
-        enable_forwarding, host_nameservers, pin, uplink,
+        enable_forwarding, host_nameservers, keep_open_in_child, pin, uplink,
     },
 };
 use torpor_overlay::Lock;
@@ -25,7 +25,6 @@ use crate::{
     process::{self, Handle, Identity},
     rundir::{Record, RunDir, host_boot},
     store::Store,
-    sys,
     vm::note_unseen_end,
 };
 
@@ -228,7 +227,7 @@ impl Host {
             tap_fd,
         })?;
         command.arg(&plan.program).args(&plan.args);
-        plan.inherited.into_iter().for_each(|fd| sys::keep_open_in_child(&mut command, fd));
+        plan.inherited.into_iter().for_each(|fd| keep_open_in_child(&mut command, fd));
         let spawned = command.spawn();
         // The command holds the lock and the TAP as well: only the child shall.
         drop(command);

@@ -5,19 +5,11 @@ use std::{
     ffi::CStr,
     fs::File,
     io::{self, Seek as _, Write as _},
-    os::{
-        fd::{AsFd as _, OwnedFd},
-        unix::process::CommandExt as _,
-    },
-    process::Command,
+    os::fd::OwnedFd,
     sync::Arc,
 };
 
-use rustix::{
-    fs::{MemfdFlags, memfd_create},
-    io::{FdFlags, fcntl_setfd},
-};
-
+use rustix::fs::{MemfdFlags, memfd_create};
 use tokio::io::{Interest, unix::AsyncFd};
 
 /// The CPU's time stamp counter.
@@ -32,14 +24,6 @@ pub(crate) fn watch_readable(fd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd
     // SAFETY: the descriptor is owned through the Arc, which can't be exchanged from here on: it stays open and the same for as long as
     // the watch lives.
     unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.map_err(io::Error::from)
-}
-
-/// Leaves a descriptor open, under its number, in the child of `command` and in no other. Drop the command after spawning: until
-/// then it is open here too.
-pub(crate) fn keep_open_in_child(command: &mut Command, fd: OwnedFd) {
-    // SAFETY: between fork and exec only fcntl(2) is called, which allocates nothing and takes no locks; the descriptor is owned
-    // by the closure and so open for as long as the closure can run.
-    unsafe { command.pre_exec(move || Ok(fcntl_setfd(fd.as_fd(), FdFlags::empty())?)) };
 }
 
 /// A nameless file that holds these bytes, to be read from its beginning.

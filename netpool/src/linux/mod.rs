@@ -36,4 +36,5 @@ pub use forwarder::{Forwarder, ForwarderOptions};
 pub use host::{Forwarding, Uplink, check_range, effective_mtu, enable_forwarding, host_nameservers, uplink};
 pub use repair::{apply, live};
 pub use stock::{TapStock, Tended};
+pub use sys::keep_open_in_child;
 pub use tap::{Offload, Tap, TapOptions, delete_tap, list_taps};

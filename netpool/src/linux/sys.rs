@@ -88,8 +88,8 @@ pub(super) fn mtu(socket: BorrowedFd<'_>, name: &str) -> io::Result<u32> {
 }
 
 /// Makes the child of `command` inherit `fd` under its present number. Only that child does: the flag is cleared in the child, after
-/// the fork. (A copy at a chosen number could replace a descriptor that `Command` itself needs between fork and exec.)
-pub(super) fn keep_open_in_child(command: &mut Command, fd: OwnedFd) {
+/// the fork. Drop the command after spawning: until then this process holds the descriptor too. (A copy at a chosen number could replace a descriptor that `Command` itself needs between fork and exec.)
+pub fn keep_open_in_child(command: &mut Command, fd: OwnedFd) {
     let in_child = move || {
         // SAFETY: F_SETFD takes an integer and touches no memory; the closure owns the descriptor.
         check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFD, 0) })

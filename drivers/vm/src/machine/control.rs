@@ -8,14 +8,10 @@ use std::{
 };
 
 use async_trait::async_trait;
-use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::UnixStream,
-    time::timeout,
-};
+use tokio::time::timeout;
 use torpor_vmm_api::{Event, Reply, Request, VmState};
 
-use super::{GuestEnd, Monitor, kvm};
+use super::{GuestEnd, Monitor, kvm, lines::Lines};
 
 /// The VMM answers at once unless it hangs.
 const ANSWER: Duration = Duration::from_secs(5);
@@ -27,9 +23,7 @@ const DEVICES: usize = 32;
 /// A connection to the VMM's control socket.
 #[derive(Debug)]
 pub(crate) struct Control {
-    stream: UnixStream,
-    /// Read and not yet taken.
-    buffer: Vec<u8>,
+    lines: Lines,
     /// Seen on the way to something else.
     end: Option<GuestEnd>,
     /// Devices that were said to be broken.
@@ -40,14 +34,8 @@ pub(crate) struct Control {
 impl Control {
     /// Connects and asks for events.
     pub(crate) async fn connect(path: &Path, run_dir: &Path) -> io::Result<Self> {
-        let stream = UnixStream::connect(path).await?;
-        let mut control = Self {
-            stream,
-            buffer: Vec::new(),
-            end: None,
-            broken: BTreeSet::new(),
-            run_dir: run_dir.to_owned(),
-        };
+        let lines = Lines::connect(path, "torpor-vmm", LONGEST).await?;
+        let mut control = Self { lines, end: None, broken: BTreeSet::new(), run_dir: run_dir.to_owned() };
         control.ask(&Request::Subscribe).await?;
         if let Reply::Status(status) = control.ask(&Request::Status).await?
             && status.state == VmState::Ended
@@ -61,12 +49,11 @@ impl Control {
 
     /// One request and its answer; events in between are kept.
     async fn ask(&mut self, request: &Request) -> io::Result<Reply> {
-        let mut text = serde_json::to_vec(request)?;
-        text.push(b'\n');
+        let text = serde_json::to_string(request)?;
         let exchange = async {
-            self.stream.write_all(&text).await?;
+            self.lines.send(&text).await?;
             loop {
-                match self.line().await? {
+                match self.lines.next().await? {
                     Reply::Event(event) => self.note(&event),
                     Reply::Refused { reason } => {
                         return Err(io::Error::other(format!("torpor-vmm refused {request:?}: {reason}")));
@@ -92,22 +79,6 @@ impl Control {
             Event::DeviceBroken { .. } => {}
         }
     }
-
-    /// The next line. Loses nothing when dropped.
-    async fn line(&mut self) -> io::Result<Reply> {
-        loop {
-            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.buffer.drain(..=end).collect();
-                return serde_json::from_slice(&line).map_err(io::Error::from);
-            }
-            if self.buffer.len() > LONGEST {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "torpor-vmm sent an endless line"));
-            }
-            if self.stream.read_buf(&mut self.buffer).await? == 0 {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-        }
-    }
 }
 
 #[async_trait]
@@ -117,7 +88,7 @@ impl Monitor for Control {
             if let Some(end) = self.end {
                 return Ok(end);
             }
-            if let Reply::Event(event) = self.line().await? {
+            if let Reply::Event(event) = self.lines.next().await? {
                 self.note(&event);
             }
         }
@@ -136,7 +107,7 @@ impl Monitor for Control {
 #[cfg(test)]
 mod tests {
     use tokio::{
-        io::{AsyncBufReadExt as _, BufReader},
+        io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader},
         net::UnixListener,
     };
     use torpor_vmm_api::End;

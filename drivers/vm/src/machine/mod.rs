@@ -3,6 +3,7 @@
 
 mod control;
 mod kvm;
+mod lines;
 mod qemu;
 mod qmp;
 mod tsc;

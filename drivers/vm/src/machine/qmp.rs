@@ -4,13 +4,9 @@ use std::{io, path::Path, time::Duration};
 
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::UnixStream,
-    time::timeout,
-};
+use tokio::time::timeout;
 
-use super::{GuestEnd, Monitor};
+use super::{GuestEnd, Monitor, lines::Lines};
 
 /// QEMU answers at once unless its main loop hangs.
 const ANSWER: Duration = Duration::from_secs(5);
@@ -20,9 +16,7 @@ const LONGEST: usize = 4 << 20;
 /// A connection to QEMU's monitor.
 #[derive(Debug)]
 pub(crate) struct Qmp {
-    stream: UnixStream,
-    /// Read and not yet taken.
-    buffer: Vec<u8>,
+    lines: Lines,
     /// Seen on the way to something else.
     end: Option<GuestEnd>,
     ring: &'static str,
@@ -50,8 +44,8 @@ struct Failure {
 impl Qmp {
     /// Connects and finds out whether the guest has ended already. `ring` is the console's ring buffer device.
     pub(crate) async fn connect(path: &Path, ring: &'static str, ring_bytes: usize) -> io::Result<Self> {
-        let stream = UnixStream::connect(path).await?;
-        let mut qmp = Self { stream, buffer: Vec::new(), end: None, ring, ring_bytes, last: 0 };
+        let lines = Lines::connect(path, "QEMU's monitor", LONGEST).await?;
+        let mut qmp = Self { lines, end: None, ring, ring_bytes, last: 0 };
         qmp.ask(json!({ "execute": "qmp_capabilities" })).await?;
         let status = qmp.ask(json!({ "execute": "query-status" })).await?;
         qmp.end = qmp.end.or_else(|| end_of_status(status["status"].as_str().unwrap_or_default()));
@@ -63,12 +57,10 @@ impl Qmp {
         self.last += 1;
         let id = self.last;
         command["id"] = id.into();
-        let mut text = command.to_string();
-        text.push('\n');
         let exchange = async {
-            self.stream.write_all(text.as_bytes()).await?;
+            self.lines.send(&command.to_string()).await?;
             loop {
-                let line = self.line().await?;
+                let line: Line = self.lines.next().await?;
                 if line.id.is_some_and(|answered| answered != id) {
                     continue;
                 }
@@ -84,25 +76,6 @@ impl Qmp {
         timeout(ANSWER, exchange)
             .await
             .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "QEMU's monitor does not answer"))?
-    }
-
-    /// The next line. Loses nothing when dropped.
-    async fn line(&mut self) -> io::Result<Line> {
-        loop {
-            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.buffer.drain(..=end).collect();
-                return serde_json::from_slice(&line).map_err(io::Error::from);
-            }
-            if self.buffer.len() > LONGEST {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    "QEMU's monitor sent an endless line",
-                ));
-            }
-            if self.stream.read_buf(&mut self.buffer).await? == 0 {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-        }
     }
 }
 
@@ -131,7 +104,7 @@ impl Monitor for Qmp {
             if let Some(end) = self.end {
                 return Ok(end);
             }
-            let line = self.line().await?;
+            let line: Line = self.lines.next().await?;
             self.end = end_of_event(&line);
             // The machine also stops when KVM gives up on the guest; only the status says so.
             if self.end.is_none() && line.event.as_deref() == Some("STOP") {
@@ -188,7 +161,10 @@ fn decode_base64(text: &str) -> Option<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use tokio::net::UnixListener;
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::UnixListener,
+    };
 
     use super::*;
 

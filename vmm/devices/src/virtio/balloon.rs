@@ -9,12 +9,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use torpor_vmm_api::ThreadKind;
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
 use super::ring::{Chain, Ring};
 use super::segments::Segments;
-use super::worker::{Next, Worker, serve};
+use super::worker::{Next, Worker};
 use super::{Activation, DeviceError, Interrupt, VirtioDevice};
 use crate::Memory;
 use crate::host::Surroundings;
@@ -125,10 +124,7 @@ impl VirtioDevice for Balloon {
         let mut config = [0; CONFIG];
         config[TARGET..][..4].copy_from_slice(&self.shared.target_pages.load(Ordering::SeqCst).to_le_bytes());
         config[ACTUAL..][..4].copy_from_slice(&self.shared.actual_pages.load(Ordering::SeqCst).to_le_bytes());
-        let rest = usize::try_from(offset).ok().and_then(|at| config.get(at..)).unwrap_or_default();
-        for (byte, value) in data.iter_mut().zip(rest) {
-            *byte = *value;
-        }
+        super::device::read_bytes(&config, offset, data);
     }
 
     fn write_config(&mut self, offset: u64, data: &[u8]) {
@@ -157,27 +153,21 @@ impl VirtioDevice for Balloon {
             kicks.push(queue.kick);
         }
         let pages = Pages::new(&memory, Arc::clone(&self.shared));
-        self.worker
-            .start(surroundings, ThreadKind::Small, move |gate| {
-                // Held as long as pages of it may be let go.
-                let _memory = memory;
-                let step = || {
-                    let mut next = Next::Kick;
-                    for served in &mut rings {
-                        if served.serve(&pages)? {
-                            next = Next::After(Duration::ZERO);
-                        }
-                        if served.ring.must_interrupt() {
-                            interrupt.used();
-                        }
-                    }
-                    Ok(next)
-                };
-                if let Some(reason) = serve(gate, &kicks, step) {
-                    broken(&reason);
+        let step = move || {
+            // Held as long as pages of it may be let go.
+            let _memory = &memory;
+            let mut next = Next::Kick;
+            for served in &mut rings {
+                if served.serve(&pages)? {
+                    next = Next::After(Duration::ZERO);
                 }
-            })
-            .map_err(|source| DeviceError::Host { what: "starting the balloon's thread", source })
+                if served.ring.must_interrupt() {
+                    interrupt.used();
+                }
+            }
+            Ok(next)
+        };
+        self.worker.start_serving(surroundings, "starting the balloon's thread", kicks, broken, step)
     }
 
     fn reset(&mut self) {

@@ -145,6 +145,13 @@ pub enum DeviceError {
     },
 }
 
+/// Reads from a configuration space; what is beyond its end stays as it is in `data`, zeros.
+pub(super) fn read_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
+    let rest = usize::try_from(offset).ok().and_then(|at| config.get(at..)).unwrap_or_default();
+    let count = data.len().min(rest.len());
+    data[..count].copy_from_slice(&rest[..count]);
+}
+
 /// One virtio device. The transport calls it under its own lock, from CPU threads: nothing here may block for long
 /// but `reset` and `close`, which wait for requests in flight.
 pub trait VirtioDevice: Send {

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libc::iovec;
-use torpor_vmm_api::{RateLimit, ThreadKind};
+use torpor_vmm_api::RateLimit;
 
 use super::rate::Limiter;
 use super::ring::{Chain, Ring};
-use super::worker::{Next, Worker, serve};
+use super::worker::{Next, Worker};
 use super::{Activation, DeviceError, VirtioDevice};
 use crate::host::Surroundings;
 
@@ -78,21 +78,14 @@ impl VirtioDevice for Rng {
             }
         };
         let (mut chain, mut limiter) = (ring.chain(), Limiter::new(Some(self.rate), Instant::now()));
-        let kicks = [queue.kick];
-        self.worker
-            .start(surroundings, ThreadKind::Small, move |gate| {
-                let step = || {
-                    let next = fill(&mut ring, &mut chain, &mut limiter)?;
-                    if ring.must_interrupt() {
-                        interrupt.used();
-                    }
-                    Ok(next)
-                };
-                if let Some(reason) = serve(gate, &kicks, step) {
-                    broken(&reason);
-                }
-            })
-            .map_err(|source| DeviceError::Host { what: "starting the rng's thread", source })
+        let step = move || {
+            let next = fill(&mut ring, &mut chain, &mut limiter)?;
+            if ring.must_interrupt() {
+                interrupt.used();
+            }
+            Ok(next)
+        };
+        self.worker.start_serving(surroundings, "starting the rng's thread", vec![queue.kick], broken, step)
     }
 
     fn reset(&mut self) {

@@ -1,3 +1,5 @@
+use torpor_vmm_api::ThreadKind;
+
 use super::*;
 use crate::testing::{Buffer, Driver, HIGH_START, LOW_MEMORY, MOMENT, RawDescriptor, flag};
 

@@ -11,6 +11,7 @@ use torpor_vmm_api::ThreadKind;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::host::{Surroundings, spawn};
+use crate::virtio::DeviceError;
 
 /// What a thread passes before it touches anything of the guest's.
 pub(crate) struct Gate {
@@ -100,6 +101,23 @@ impl Worker {
         Ok(())
     }
 
+    /// Starts a thread that [`serve`]s, and reports how the guest has broken the rules. `what` is for messages.
+    pub(crate) fn start_serving(
+        &mut self,
+        surroundings: &Arc<dyn Surroundings>,
+        what: &'static str,
+        kicks: Vec<EventFd>,
+        broken: Arc<dyn Fn(&str) + Send + Sync>,
+        step: impl FnMut() -> Result<Next, String> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        let body = move |gate: &Gate| {
+            if let Some(reason) = serve(gate, &kicks, step) {
+                broken(&reason);
+            }
+        };
+        self.start(surroundings, ThreadKind::Small, body).map_err(|source| DeviceError::Host { what, source })
+    }
+
     /// Stops it and waits until it is gone.
     pub(crate) fn stop(&mut self) {
         self.gate.state().stopped = true;
@@ -137,11 +155,7 @@ pub(crate) enum Next {
 }
 
 /// Calls `step` when the device is kicked, until it is to end or the guest has broken the rules, which is returned.
-pub(crate) fn serve(
-    gate: &Gate,
-    kicks: &[EventFd],
-    mut step: impl FnMut() -> Result<Next, String>,
-) -> Option<String> {
+fn serve(gate: &Gate, kicks: &[EventFd], mut step: impl FnMut() -> Result<Next, String>) -> Option<String> {
     loop {
         let pass = gate.enter()?;
         let next = match step() {

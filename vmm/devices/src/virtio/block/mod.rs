@@ -102,13 +102,6 @@ impl BlockDevice {
     }
 }
 
-/// Copies a part of a configuration space; what is beyond it stays.
-pub(super) fn read_config(config: &[u8], offset: u64, data: &mut [u8]) {
-    let start = usize::try_from(offset).map_or(config.len(), |offset| offset.min(config.len()));
-    let count = data.len().min(config.len() - start);
-    data[..count].copy_from_slice(&config[start..start + count]);
-}
-
 impl VirtioDevice for BlockDevice {
     fn id(&self) -> u32 {
         VIRTIO_ID_BLOCK
@@ -131,7 +124,7 @@ impl VirtioDevice for BlockDevice {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        read_config(&self.config(), offset, data);
+        super::device::read_bytes(&self.config(), offset, data);
     }
 
     fn activate(

@@ -181,7 +181,7 @@ impl VirtioDevice for NetDevice {
         config[6..8].copy_from_slice(&(VIRTIO_NET_S_LINK_UP as u16).to_le_bytes());
         config[8..10].copy_from_slice(&1u16.to_le_bytes()); // max_virtqueue_pairs
         config[10..].copy_from_slice(&self.mtu.to_le_bytes());
-        super::block::read_config(&config, offset, data);
+        super::device::read_bytes(&config, offset, data);
     }
 
     fn activate(

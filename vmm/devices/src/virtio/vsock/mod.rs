@@ -136,10 +136,7 @@ impl VirtioDevice for Vsock {
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let config = u64::from(self.cid).to_le_bytes();
-        let rest = usize::try_from(offset).ok().and_then(|at| config.get(at..)).unwrap_or_default();
-        for (byte, value) in data.iter_mut().zip(rest) {
-            *byte = *value;
-        }
+        super::device::read_bytes(&config, offset, data);
     }
 
     fn activate(
