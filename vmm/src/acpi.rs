@@ -60,6 +60,16 @@ pub struct Platform<'a> {
     pub devices: &'a [Announced],
 }
 
+/// What belongs at [`layout::RESET_VECTOR`]: code for real mode that writes [`RESET_VALUE`] to [`RESET`].
+///
+/// Linux on hardware-reduced ACPI doesn't reset by the register, but by UEFI, and where there is none by a jump to the
+/// firmware (arch/x86/kernel/reboot.c, `efi_reboot_required`). Without code there the CPU would run through zeros for ever.
+pub const RESET_CODE: [u8; 9] = {
+    let [low, high] = RESET.to_le_bytes();
+    // mov dx, port; mov al, value; out dx, al; hlt; jmp to the hlt
+    [0xba, low, high, 0xb0, RESET_VALUE, 0xee, 0xf4, 0xeb, 0xfd]
+};
+
 /// The bytes that belong at [`layout::ACPI_TABLES`], where the root pointer comes first.
 pub fn tables(platform: &Platform<'_>) -> Vec<u8> {
     let mut area = Area::new(Rsdp::len());
@@ -243,8 +253,9 @@ impl BusDevice for PowerRegisters {
     fn write(&self, offset: u64, data: &[u8]) {
         /// Sleep control register (ACPI 6.5, 4.8.3.7): SLP_EN, and SLP_TYP from bit 2 on.
         const ENABLE: u8 = 1 << 5;
-        let (Ok(offset), [value]) = (u16::try_from(offset), data) else { return };
-        match POWER_PORTS + offset {
+        let port = u16::try_from(offset).ok().and_then(|offset| POWER_PORTS.checked_add(offset));
+        let (Some(port), [value]) = (port, data) else { return };
+        match port {
             SLEEP_CONTROL if value & ENABLE != 0 && (value >> 2) & 7 == SOFT_OFF => {
                 self.surroundings.end(End::PowerOff);
             }
@@ -283,7 +294,7 @@ mod tests {
             .map(|index| Announced { address: layout::mmio_window(index), irq: layout::device_irq(index) })
             .collect();
         let area = tables(&Platform { cpus: layout::MOST_CPUS, devices: &devices });
-        assert!((area.len() as u64) < layout::EXTENDED - layout::ACPI_TABLES);
+        assert!((area.len() as u64) < layout::RESET_VECTOR - layout::ACPI_TABLES);
         assert_eq!((&area[..8], sum(&area[..20]), sum(&area[..36])), (&b"RSD PTR "[..], 0, 0));
         let xsdt = table_at(&area, address(&area[24..]));
         assert_eq!((&xsdt[..4], sum(xsdt), xsdt.len()), (&b"XSDT"[..], 0, 36 + 16));
@@ -324,6 +335,7 @@ mod tests {
         }
         registers.write(0, &[0x34, 0x34]);
         registers.write(u64::MAX, &[0x34]);
+        registers.write(u64::from(u16::MAX), &[0x34]);
         // SLP_EN and type 5; the bits around them are reserved and ignored.
         let seen = ends.0.lock().unwrap().clone();
         let offs = seen.iter().filter(|end| **end == End::PowerOff).count();

@@ -23,8 +23,10 @@ pub const STACK: u64 = 0x8ff0;
 pub const COMMAND_LINE: u64 = 0x2_0000;
 /// Most bytes of command line, with the NUL that ends it.
 pub const COMMAND_LINE_BYTES: u64 = 0x1_0000;
-/// ACPI tables, up to [`EXTENDED`].
+/// ACPI tables, up to [`RESET_VECTOR`].
 pub const ACPI_TABLES: u64 = 0xe_0000;
+/// Where a processor in real mode goes on after a reset, and with it a kernel that resets by the firmware.
+pub const RESET_VECTOR: u64 = 0xf_fff0;
 
 /// The first virtio-mmio window.
 pub const MMIO: u64 = 0xd000_0000;

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
+use torpor_vmm_api::HugePages;
 use torpor_vmm_devices::Memory;
 use torpor_vmm_devices::bus::{Bus, BusDevice, Overlap};
 use torpor_vmm_devices::host::Surroundings;
@@ -31,8 +32,8 @@ pub struct Plan {
     pub cpus: u8,
     /// Guest memory, bytes; a multiple of 2 MiB.
     pub memory_bytes: u64,
-    /// In reserved huge pages of 2 MiB.
-    pub huge_pages: bool,
+    /// Huge pages for it.
+    pub huge_pages: HugePages,
     /// bzImage or ELF.
     pub kernel: File,
     /// The initramfs.
@@ -267,9 +268,11 @@ fn load(memory: &Memory, plan: &Plan) -> Result<boot::Entry, BuildError> {
         },
     )?;
     let tables = acpi::tables(&Platform { cpus: plan.cpus, devices: &announced });
-    memory
-        .write_slice(&tables, GuestAddress(layout::ACPI_TABLES))
-        .map_err(|source| BootError::Write { what: "ACPI tables", source })?;
+    let write = |what, address, bytes: &[u8]| {
+        memory.write_slice(bytes, GuestAddress(address)).map_err(|source| BootError::Write { what, source })
+    };
+    write("ACPI tables", layout::ACPI_TABLES, &tables)?;
+    write("the reset code", layout::RESET_VECTOR, &acpi::RESET_CODE)?;
     Ok(entry)
 }
 
