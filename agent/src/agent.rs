@@ -12,13 +12,15 @@ use std::{
 
 use torpor_proto::agent::v1::Network;
 
-use crate::{exec::cgroup::Cgroups, main_log::MainLog, reaper::Reaper};
+use crate::{exec::cgroup::Cgroups, forward, main_log::MainLog, reaper::Reaper};
 
 /// Where the agent runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// As the first process of a virtual machine, which is all its own.
     Machine,
+    /// As the first process of a container: network, names and clock are the engine's, the processes are ours.
+    Container,
     /// As a process among others: network, names, clock and power are somebody else's.
     Process,
 }
@@ -29,10 +31,12 @@ pub struct Agent {
     pub reaper: Reaper,
     pub cgroups: Cgroups,
     pub main: MainLog,
-    /// Names this boot of the kernel; stays over a memory resume.
+    /// Names this boot of the kernel, or this start of the container; stays over a memory resume.
     pub boot_id: String,
     /// Held while the sandbox is configured or ended: one at a time.
     pub turn: tokio::sync::Mutex<()>,
+    /// Places for connections from the host.
+    pub forwards: tokio::sync::Semaphore,
     state: Mutex<State>,
     execs: AtomicU32,
 }
@@ -57,16 +61,20 @@ impl Agent {
     /// When the boot has no id or children can't be watched.
     pub fn new(mode: Mode) -> io::Result<Arc<Self>> {
         let group = match mode {
-            Mode::Machine => "torpor".to_owned(),
+            Mode::Machine | Mode::Container => "torpor".to_owned(),
             Mode::Process => format!("torpor-agent-{}", std::process::id()),
         };
+        // A container shares its kernel's boot with everybody on the host; its own start has no name but this.
+        let name = if mode == Mode::Container { "uuid" } else { "boot_id" };
+        let boot_id = fs::read_to_string(format!("/proc/sys/kernel/random/{name}"))?.trim().to_owned();
         Ok(Arc::new(Self {
             mode,
             reaper: Reaper::start()?,
             cgroups: Cgroups::new(&group),
             main: MainLog::default(),
-            boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned(),
+            boot_id,
             turn: tokio::sync::Mutex::new(()),
+            forwards: tokio::sync::Semaphore::new(forward::MOST),
             state: Mutex::default(),
             execs: AtomicU32::new(0),
         }))

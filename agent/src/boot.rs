@@ -184,13 +184,17 @@ fn wait_for_disk() -> Result<(), BootError> {
 
 fn mount_root() -> Result<(), BootError> {
     mount_on(ROOT_DISK, NEW_ROOT, "ext4", MsFlags::empty(), None)?;
-    // A root that can't grow is still a root.
-    match disk::grow(Path::new(ROOT_DISK), Path::new(NEW_ROOT)) {
+    grow_root(Path::new(NEW_ROOT));
+    Ok(())
+}
+
+/// Grows the root file system, mounted there, to its disk. A root that can't grow is still a root.
+pub fn grow_root(mounted: &Path) {
+    match disk::grow(Path::new(ROOT_DISK), mounted) {
         Ok(None) => {}
         Ok(Some(bytes)) => say(format_args!("root file system grown to {bytes} bytes")),
         Err(error) => say(format_args!("root file system not grown: {error}")),
     }
-    Ok(())
 }
 
 /// Gives the memory of the modules back. The agent itself stays: it runs from there.

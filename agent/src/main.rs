@@ -1,14 +1,17 @@
 //! The first process of a sandbox: brings the machine up, runs commands for the host, brings it down.
 //!
-//! As PID 1 it boots the machine and serves the host on a serial port or vsock. With `--serve-unix PATH` it serves the
-//! same on a Unix socket as an ordinary process and leaves the machine alone.
+//! As PID 1 it boots the machine and serves the host on a serial port or vsock. With `--container PATH` it is the first
+//! process of a container and dials the host's Unix socket. With `--serve-unix PATH` it serves the same on a Unix socket
+//! as an ordinary process and leaves the machine alone.
 
 mod agent;
 mod boot;
 mod configure;
+mod container;
 mod disk;
 mod exec;
 mod fd;
+mod forward;
 mod main_log;
 mod net;
 mod proc;
@@ -30,14 +33,14 @@ use crate::{
     boot::say,
 };
 
-const USAGE: &str = "usage: torpor-agent --version | --serve-unix PATH (as the first process: no arguments)";
+const USAGE: &str = "usage: torpor-agent --version | --serve-unix PATH | --container PATH (as the first process of a machine: no arguments)";
 
 fn main() -> ExitCode {
-    // The kernel may hand its own unknown arguments to the first process: they are not for us.
-    if std::process::id() == 1 {
+    let arguments: Vec<_> = std::env::args_os().skip(1).collect();
+    // The kernel may hand its own unknown arguments to the first process: they are not for us. An engine hands ours.
+    if std::process::id() == 1 && !matches!(arguments.as_slice(), [flag, _] if flag == "--container") {
         machine();
     }
-    let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     match arguments.as_slice() {
         [flag] if flag == "--version" => {
             println!("torpor-agent {}", env!("CARGO_PKG_VERSION"));
@@ -47,6 +50,13 @@ fn main() -> ExitCode {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 say(format_args!("serve on {}: {error}", Path::new(path).display()));
+                ExitCode::FAILURE
+            }
+        },
+        [flag, path] if flag == "--container" => match container(&PathBuf::from(path)) {
+            Ok(code) => code,
+            Err(error) => {
+                say(format_args!("the sandbox can't start: {error}"));
                 ExitCode::FAILURE
             }
         },
@@ -66,6 +76,21 @@ fn process(path: &Path) -> io::Result<()> {
     // Orphans of commands come to us, as they do to the first process of a machine.
     nix::sys::prctl::set_child_subreaper(true)?;
     runtime()?.block_on(async { serve::unix(Agent::new(Mode::Process)?, path).await })
+}
+
+fn container(path: &Path) -> io::Result<ExitCode> {
+    // Of no effect for a first process, to which orphans come anyway.
+    nix::sys::prctl::set_child_subreaper(true)?;
+    container::prepare();
+    runtime()?.block_on(async {
+        let agent = Agent::new(Mode::Container)?;
+        say(format_args!("{} ready to dial {}", env!("CARGO_PKG_VERSION"), path.display()));
+        tokio::select! {
+            () = serve::dial(agent.clone(), path) => {}
+            ended = container::end_when_told(&agent) => ended?,
+        }
+        Ok(ExitCode::from(container::TOLD))
+    })
 }
 
 fn machine() -> ! {

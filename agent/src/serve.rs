@@ -1,4 +1,5 @@
-//! Where hosts come in: the serial port, vsock, a Unix socket. Each way carries sessions, each session one connection.
+//! Where hosts come in: the serial port, vsock, a Unix socket (theirs or ours). Each way carries sessions, each session
+//! one connection.
 
 use std::{
     fs, io,
@@ -23,7 +24,7 @@ use nix::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, unix::AsyncFd},
-    net::UnixListener,
+    net::{UnixListener, UnixStream},
     sync::watch,
     time::{Instant, sleep},
 };
@@ -39,7 +40,7 @@ const PORT_WITHIN: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(5);
 /// Where the agent listens on vsock.
 const VSOCK_PORT: u32 = 1024;
-/// A serial port without a host is looked at this often: the kernel's sign of a new one can't be waited for.
+/// A serial port or socket without a host is tried this often: no sign of a new one can be waited for.
 const HOSTLESS: Duration = Duration::from_millis(50);
 /// After a failed accept, so that a lasting fault doesn't take the whole CPU.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -76,6 +77,17 @@ pub async fn unix(agent: Arc<Agent>, path: &Path) -> io::Result<()> {
             Ok((stream, _)) => drop(tokio::spawn(sessions(agent.clone(), stream))),
             Err(_) => sleep(PAUSE).await,
         }
+    }
+}
+
+/// Dials the host's Unix socket, again and again: hosts come and go while the container runs. The container can't write
+/// to the folder of that socket, so it is the host that listens.
+pub async fn dial(agent: Arc<Agent>, path: &Path) {
+    loop {
+        if let Ok(stream) = UnixStream::connect(path).await {
+            sessions(agent.clone(), stream).await;
+        }
+        sleep(HOSTLESS).await;
     }
 }
 

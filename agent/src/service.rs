@@ -1,18 +1,19 @@
 //! The gRPC service, one instance for each connection.
 
-use std::{fs, sync::Arc, time::SystemTime};
+use std::{fs, path::Path, sync::Arc, time::SystemTime};
 
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::agent::v1::{
-    ConfigureRequest, ConfigureResponse, Event, EventsRequest, ExecInput, ExecOutput, ShutdownRequest,
-    ShutdownResponse, StatusRequest, StatusResponse, agent_server, exec_input,
+    ConfigureRequest, ConfigureResponse, Event, EventsRequest, ExecInput, ExecOutput, ForwardInput,
+    ForwardOutput, ShutdownRequest, ShutdownResponse, StatusRequest, StatusResponse, agent_server,
+    exec_input, forward_input,
 };
 
 use crate::{
     agent::{Agent, Mode},
-    configure, exec, main_log, proc, shutdown,
+    boot, configure, exec, forward, main_log, proc, shutdown,
 };
 
 /// Messages that wait for a slow reader; a command that fills them is stopped by its pipe.
@@ -42,6 +43,7 @@ impl Service {
 #[tonic::async_trait]
 impl agent_server::Agent for Service {
     type ExecStream = ReceiverStream<Result<ExecOutput, Status>>;
+    type ForwardStream = ReceiverStream<Result<ForwardOutput, Status>>;
     type EventsStream = ReceiverStream<Result<Event, Status>>;
 
     async fn configure(
@@ -55,7 +57,12 @@ impl agent_server::Agent for Service {
         if agent.mode == Mode::Machine {
             let last = agent.state().network.clone();
             let network = request.network.clone();
-            tokio::task::spawn_blocking(move || configure::machine(&request, last.as_ref()))
+            let settle = move || {
+                // The disk may have become larger since the boot.
+                boot::grow_root(Path::new("/"));
+                configure::machine(&request, last.as_ref())
+            };
+            tokio::task::spawn_blocking(settle)
                 .await
                 .map_err(|error| Status::internal(error.to_string()))?
                 .map_err(|error| Status::internal(error.to_string()))?;
@@ -105,6 +112,23 @@ impl agent_server::Agent for Service {
         let (sink, output) = mpsc::channel(WAITING);
         // On its own: the command outlives the connection.
         tokio::spawn(exec::run(agent, start, Some(inbound), sink));
+        Ok(Response::new(ReceiverStream::new(output)))
+    }
+
+    async fn forward(
+        &self,
+        request: Request<Streaming<ForwardInput>>,
+    ) -> Result<Response<Self::ForwardStream>, Status> {
+        let agent = self.ready()?.clone();
+        let mut inbound = request.into_inner();
+        let first = inbound.message().await?.and_then(|input| input.kind);
+        let Some(forward_input::Kind::Start(start)) = first else {
+            return Err(Status::invalid_argument("the first input of a forward must be `start`"));
+        };
+        let port = u16::try_from(start.port).ok().filter(|port| *port > 0);
+        let port = port.ok_or_else(|| Status::invalid_argument(format!("{} is not a port", start.port)))?;
+        let (sink, output) = mpsc::channel(WAITING);
+        tokio::spawn(forward::run(agent, port, inbound, sink));
         Ok(Response::new(ReceiverStream::new(output)))
     }
 

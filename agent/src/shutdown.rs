@@ -19,7 +19,7 @@ use tokio::{
 use crate::{
     agent::{Agent, Mode},
     boot::say,
-    proc, reaper,
+    container, proc, reaper,
 };
 
 const LOOK: Duration = Duration::from_millis(10);
@@ -38,8 +38,17 @@ pub async fn quiesce(agent: &Agent, grace: Duration) -> (bool, String) {
         notes.push(format!("{stubborn} processes could not be ended"));
     }
     // Writes what may be gigabytes: not on the thread that serves.
-    let synced = tokio::task::spawn_blocking(sync).await.is_ok();
-    let mut flushed = synced;
+    let mode = agent.mode;
+    let synced = tokio::task::spawn_blocking(move || match mode {
+        Mode::Container => container::sync_mounts(),
+        Mode::Machine | Mode::Process => {
+            sync();
+            Ok(())
+        }
+    });
+    let synced = synced.await.unwrap_or_else(|error| Err(error.to_string()));
+    let mut flushed = synced.is_ok();
+    notes.extend(synced.err());
     if agent.mode == Mode::Machine {
         unmount_others();
         if let Err(errno) = remount_read_only().await {
@@ -79,7 +88,8 @@ async fn gone(mode: Mode, within: Duration, signal: Option<Signal>) -> usize {
 fn victims(mode: Mode) -> Vec<Pid> {
     match mode {
         Mode::Machine => proc::others(),
-        Mode::Process => proc::descendants(Pid::this()),
+        Mode::Container if std::process::id() == 1 => proc::others(),
+        Mode::Container | Mode::Process => proc::descendants(Pid::this()),
     }
 }
 
@@ -120,7 +130,7 @@ pub async fn leave(agent: Arc<Agent>, mut connected: watch::Receiver<()>) {
     }
     match agent.mode {
         Mode::Machine => power_off(),
-        Mode::Process => {
+        Mode::Container | Mode::Process => {
             agent.cgroups.close();
             std::process::exit(0);
         }

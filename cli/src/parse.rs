@@ -8,6 +8,7 @@ use std::{
 };
 
 use clap::Args;
+use torpor_sdk::v1;
 
 use crate::failure::Failure;
 
@@ -58,6 +59,20 @@ pub fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err("it must be KEY=VALUE".to_owned()),
+    }
+}
+
+/// A volume: `SOURCE:TARGET`, with `:ro` after it for one that can't be written to.
+pub fn volume(text: &str) -> Result<v1::Volume, String> {
+    let (text, read_only) = match text.strip_suffix(":ro") {
+        Some(rest) => (rest, true),
+        None => (text.strip_suffix(":rw").unwrap_or(text), false),
+    };
+    match text.split_once(':') {
+        Some((source, target)) if !source.is_empty() && target.starts_with('/') => {
+            Ok(v1::Volume { source: source.to_owned(), target: target.to_owned(), read_only })
+        }
+        _ => Err("it must be SOURCE:TARGET or SOURCE:TARGET:ro, with an absolute path as TARGET".to_owned()),
     }
 }
 
@@ -145,6 +160,15 @@ mod tests {
         for bad in ["", "s", "1y", "-5s", "1e999"] {
             assert!(duration(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_volume_is_written_to_unless_it_says_otherwise() {
+        let of = |text: &str| volume(text).map(|v| (v.source, v.target, v.read_only));
+        assert_eq!(of("cache:/var/cache"), Ok(("cache".into(), "/var/cache".into(), false)));
+        assert_eq!(of("./a:/b:ro"), Ok(("./a".into(), "/b".into(), true)));
+        assert_eq!(of("a:/b:rw"), Ok(("a".into(), "/b".into(), false)));
+        assert!(["", "a", ":/b", "a:b", "a:ro"].into_iter().all(|text| volume(text).is_err()));
     }
 
     #[test]

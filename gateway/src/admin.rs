@@ -142,19 +142,27 @@ pub fn rebuild(state_dir: &Path, run_dir: &Path, force: bool) -> Result<Rebuilt,
     }
     let mut rebuilt = Rebuilt::default();
     let (mut found, mut names) = (Vec::new(), BTreeSet::new());
-    for id in folders(&state_dir.join("sandboxes"))? {
-        match found_in(state_dir, run_dir, &id, &mut names) {
-            Ok(one) => {
-                let list = if one.loan.is_some() { &mut rebuilt.ready } else { &mut rebuilt.stopped };
-                list.push(one.new.name.clone());
-                found.push(one);
+    for (storage, runs) in places(state_dir, run_dir) {
+        for id in folders(&storage)? {
+            match found_in(&storage, &runs, &id, &mut names) {
+                Ok(one) => {
+                    let list = if one.runs { &mut rebuilt.ready } else { &mut rebuilt.stopped };
+                    list.push(one.new.name.clone());
+                    found.push(one);
+                }
+                Err(why) => rebuilt.left_out.push(format!("{id}: {why}")),
             }
-            Err(why) => rebuilt.left_out.push(format!("{id}: {why}")),
         }
     }
     rescue::make(state_dir, found)?;
     rebuilt.old = replace(state_dir)?;
     Ok(rebuilt)
+}
+
+/// Where each driver has the folders of sandboxes, and of their runs.
+pub(crate) fn places(state_dir: &Path, run_dir: &Path) -> Vec<(PathBuf, PathBuf)> {
+    let of_engine = |name| (state_dir.join("containers").join(name), run_dir.join(name));
+    vec![(state_dir.join("sandboxes"), run_dir.to_owned()), of_engine("docker"), of_engine("podman")]
 }
 
 /// Folders named as sandboxes are, in order; none where there is no such folder.
@@ -171,13 +179,12 @@ fn folders(parent: &Path) -> Result<BTreeSet<SandboxId>, AdminError> {
 }
 
 fn found_in(
-    state_dir: &Path,
+    storage: &Path,
     run_dir: &Path,
     id: &SandboxId,
     names: &mut BTreeSet<String>,
 ) -> Result<rescue::Found, String> {
-    let folder = state_dir.join("sandboxes").join(id.as_str());
-    let path = folder.join("spec.json");
+    let path = storage.join(id.as_str()).join("spec.json");
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     let spec: SandboxSpec = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
     let mut name = spec.hostname.clone();
@@ -187,7 +194,19 @@ fn found_in(
     names.insert(name.clone());
     let minutes = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() / 60);
     let new = NewSandbox { id: id.clone(), name, labels: BTreeMap::new(), spec };
-    Ok(rescue::Found { new, loan: loan(run_dir, id), run: Run(minutes) })
+    let loan = loan(run_dir, id);
+    let container = container_run(run_dir, id);
+    let runs = loan.is_some() || container.is_some();
+    Ok(rescue::Found { new, loan, runs, run: container.unwrap_or(Run(minutes)) })
+}
+
+/// The run of a container that was started in this boot of the host; whether it is there still, its driver finds out.
+fn container_run(run_dir: &Path, id: &SandboxId) -> Option<Run> {
+    let text = fs::read_to_string(run_dir.join(id.as_str()).join("run.json")).ok()?;
+    let record: Value = serde_json::from_str(&text).ok()?;
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let of_this_boot = record["host_boot"].as_str()? == boot.trim();
+    record["run"].as_u64().filter(|_| of_this_boot && record["configured"] == true).map(Run)
 }
 
 /// What a running VM has borrowed, as the record of its start says; none: it doesn't run.
@@ -224,16 +243,20 @@ pub struct Orphan {
 /// # Errors
 /// The database or a folder can't be read.
 pub fn orphans(state_dir: &Path, run_dir: &Path) -> Result<Vec<Orphan>, AdminError> {
-    let (disks, runs) = (state_dir.join("sandboxes"), run_dir.to_owned());
     // Folders first: a sandbox that is made meanwhile has a record before it has a folder.
-    let (with_disk, with_run) = (folders(&disks)?, folders(&runs)?);
+    let mut all = Vec::new();
+    for (disks, runs) in places(state_dir, run_dir) {
+        all.push((folders(&disks)?, folders(&runs)?, disks, runs));
+    }
     let known = rescue::ids(&rescue::path(state_dir))?;
-    let unknown = with_disk.union(&with_run).filter(|id| !known.contains(id));
-    Ok(unknown
-        .map(|id| Orphan {
+    let mut orphans = Vec::new();
+    for (with_disk, with_run, disks, runs) in all {
+        let unknown = with_disk.union(&with_run).filter(|id| !known.contains(id));
+        orphans.extend(unknown.map(|id| Orphan {
             id: id.clone(),
             disk: with_disk.contains(id).then(|| disks.join(id.as_str())),
             run: with_run.contains(id).then(|| runs.join(id.as_str())),
-        })
-        .collect())
+        }));
+    }
+    Ok(orphans)
 }

@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use torpor_netpool::PoolConfig;
 
+/// What can stand in `drivers`.
+const DRIVERS: [&str; 4] = ["vm", "docker", "podman", "sim"];
+
 /// Everything that can be configured. Every key has a default; docs/guide/configuration.md lists them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -15,7 +18,7 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Where clients connect: "unix:///PATH" (mode 0600).
     pub listen: String,
-    /// Drivers to offer: "vm", "sim" (runs nothing; for tests).
+    /// Drivers to offer: "vm", "docker", "podman", "sim" (runs nothing; for tests).
     pub drivers: Vec<String>,
     /// The driver of requests that name none; the first of `drivers` when empty.
     pub default_driver: String,
@@ -39,9 +42,31 @@ pub struct Config {
     pub network: PoolConfig,
     /// What all sandboxes together may use.
     pub limits: Limits,
+    /// The docker driver.
+    pub docker: EngineConfig,
+    /// The podman driver.
+    pub podman: EngineConfig,
     /// Changes that share a commit, at most; 0: as many as is good. For measurements, not in files.
     #[serde(skip)]
     pub commit_group: usize,
+}
+
+/// A container engine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EngineConfig {
+    /// The socket of its API; where the engine has it by default when empty.
+    pub socket: PathBuf,
+    /// Most processes and threads of one container.
+    pub pids: u32,
+    /// Credentials of registries, as `docker login` leaves them; where the engine's clients look when empty.
+    pub auth_file: PathBuf,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self { socket: PathBuf::new(), pids: 4096, auth_file: PathBuf::new() }
+    }
 }
 
 /// What a create need not say.
@@ -80,9 +105,26 @@ pub struct Limits {
     pub memory_bytes: u64,
     /// Virtual CPUs of all that run, in percent of the host's.
     pub cpu_percent: u32,
+    /// CPU time that a sandbox may use for each of its virtual CPUs, in percent of a host's CPU; 0: as much as there is.
+    pub cpu_quota_percent: u32,
+    /// Which of the host's CPUs a sandbox runs on.
+    pub cpu_pinning: Pinning,
     /// Free space on the state directory's file system below which there is disk pressure, bytes; 0: 2 % of it, at least
     /// 1 GiB.
     pub disk_reserve_bytes: u64,
+}
+
+/// Which of the host's CPUs a sandbox runs on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pinning {
+    /// On any.
+    Off,
+    /// On as many as it has virtual ones: those that carry the fewest sandboxes.
+    #[default]
+    Spread,
+    /// The same, by whole cores of one NUMA node where that is possible; its memory comes from there.
+    Topology,
 }
 
 impl Limits {
@@ -94,7 +136,13 @@ impl Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { memory_bytes: 0, cpu_percent: 1600, disk_reserve_bytes: 0 }
+        Self {
+            memory_bytes: 0,
+            cpu_percent: 1600,
+            cpu_quota_percent: 100,
+            cpu_pinning: Pinning::default(),
+            disk_reserve_bytes: 0,
+        }
     }
 }
 
@@ -115,6 +163,8 @@ impl Default for Config {
             defaults: Defaults::default(),
             network: PoolConfig::default(),
             limits: Limits::default(),
+            docker: EngineConfig::default(),
+            podman: EngineConfig::default(),
             orphan_grace_seconds: 600,
             commit_group: 0,
         }
@@ -174,10 +224,10 @@ impl Config {
             return wrong("listen", format!("'{}' is not unix:///PATH", self.listen));
         }
         if self.drivers.is_empty() {
-            return wrong("drivers", "at least one is needed: vm".to_owned());
+            return wrong("drivers", format!("at least one is needed: {}", DRIVERS.join(", ")));
         }
-        if let Some(unknown) = self.drivers.iter().find(|d| !["vm", "sim"].contains(&d.as_str())) {
-            return wrong("drivers", format!("'{unknown}' is not one of vm, sim"));
+        if let Some(unknown) = self.drivers.iter().find(|d| !DRIVERS.contains(&d.as_str())) {
+            return wrong("drivers", format!("'{unknown}' is not one of {}", DRIVERS.join(", ")));
         }
         if !self.drivers.contains(&self.default_driver().to_owned()) {
             return wrong("default_driver", format!("'{}' is not among drivers", self.default_driver));

@@ -58,7 +58,7 @@ pub enum ExportStep {
 /// What a stream of an operation carries.
 pub type Steps<T> = mpsc::Receiver<Result<T, ApiError>>;
 
-/// A sandbox at rest, and the right to work on its disk.
+/// A sandbox at rest (or, to grow its disk, Ready), and the right to work on its disk.
 struct AtRest {
     record: Record,
     driver: Arc<dyn ComputeDriver>,
@@ -98,7 +98,8 @@ impl Service {
     /// Makes a disk larger; the record says so afterwards.
     ///
     /// # Errors
-    /// `INVALID_ARGUMENT` below the present size or above what is possible, `FAILED_PRECONDITION` unless it is at rest,
+    /// `INVALID_ARGUMENT` below the present size or above what is possible, `FAILED_PRECONDITION` unless it is at rest or
+    /// Ready on a machine whose disks grow while they are used,
     /// `ABORTED` for a stale version, the driver's.
     pub async fn grow_disk(&self, target: Target, bytes: u64) -> Result<Arc<Record>, ApiError> {
         let asked = format!("{} {bytes}", target.sandbox);
@@ -120,6 +121,10 @@ impl Service {
             Err(error) => Err(error),
         };
         let grown = grown.map_err(|error| match error {
+            // Not while it runs.
+            DriverError::Unsupported(_) if runs_settled(&record) && driver.disks().is_some() => {
+                not_at_rest(&record, Kind::Grow, &format!("torpor suspend {}", record.name))
+            }
             DriverError::Invalid(problem) => ApiError::invalid("size_bytes", problem).about(&record),
             error => self.disk_failed(&record, &error),
         })?;
@@ -220,8 +225,11 @@ impl Service {
             let (name, found) = (record.name, record.version);
             return Err(StoreError::Stale { name, expected, found }.into());
         }
-        rests(&record, kind)?;
         let driver = self.driver(&record.spec.driver)?;
+        if kind == Kind::Grow && runs_settled(&record) {
+            return Ok(AtRest { record, driver, guard });
+        }
+        rests(&record, kind)?;
         match driver.observe(&record.id).await {
             // What is missing is for the driver to name.
             Ok(Observed::Stopped { .. } | Observed::Missing) => {
@@ -377,13 +385,23 @@ fn rests(record: &Record, kind: Kind) -> Result<(), ApiError> {
         Phase::Deleting => String::new(),
         _ => format!("torpor suspend {name}"),
     };
+    Err(not_at_rest(record, kind, &next))
+}
+
+fn not_at_rest(record: &Record, kind: Kind, next: &str) -> ApiError {
     let message = format!(
-        "sandbox '{name}' is {}: {} needs a sandbox at rest, whose disk nobody uses",
-        state.phase,
+        "sandbox '{}' is {}: {} needs a sandbox at rest, whose disk nobody uses",
+        record.name,
+        record.state.phase,
         kind.name()
     );
     let error = ApiError::new(Code::FailedPrecondition, "NOT_AT_REST", message).about(record);
-    Err(if next.is_empty() { error } else { error.with("next", next) })
+    if next.is_empty() { error } else { error.with("next", next) }
+}
+
+/// Whether a sandbox runs and nothing else was asked of it.
+fn runs_settled(record: &Record) -> bool {
+    record.state.phase == Phase::Ready && record.state.then.is_none()
 }
 
 /// Why an export didn't come to its end.

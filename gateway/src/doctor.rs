@@ -1,4 +1,4 @@
-//! What a host lacks for running sandboxes, and what to do about it. Looks only: changes nothing.
+//! What a host lacks for running sandboxes, and what to do about it. Looks only: `fixes` changes what can be changed.
 
 use std::{
     env, fs,
@@ -12,10 +12,13 @@ use std::{
 
 use nix::unistd::{AccessFlags, access};
 use serde::Serialize;
-use serde_json::Value;
+use torpor_netpool::PoolConfig;
 use torpor_sandbox::spec::size;
 
-use crate::pressure::{ADVICE, Space};
+use crate::{
+    fixes,
+    pressure::{ADVICE, Space},
+};
 
 /// How long a program that is asked for its version may take.
 const ASK_LIMIT: Duration = Duration::from_secs(10);
@@ -25,8 +28,6 @@ const SPACE_NEEDED: u64 = 2 << 30;
 const MEMORY_NEEDED: u64 = 768 << 20;
 /// CAP_NET_ADMIN and CAP_SYS_ADMIN, by their numbers in linux/capability.h.
 const CAPABILITIES: [(u32, &str); 2] = [(12, "CAP_NET_ADMIN"), (21, "CAP_SYS_ADMIN")];
-/// The kernel's answer that legacy iptables is in use.
-const LEGACY_TABLES: &str = "/proc/net/ip_tables_names";
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -51,41 +52,74 @@ pub struct Check {
     pub finding: String,
     /// What to do; empty when nothing is to be done.
     pub advice: String,
+    /// The change of the host that `torpor doctor --fix` makes.
+    pub fix: Option<String>,
+    /// What the gateway has to lend, where that was looked at.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub resources: Vec<Lent>,
+}
+
+/// How much of a resource is lent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Lent {
+    /// "network slots".
+    pub name: String,
+    /// All that can be lent.
+    pub capacity: u64,
+    /// What is lent.
+    pub used: u64,
+    /// What can be lent at once.
+    pub free: u64,
+    /// What rests after its release.
+    pub quarantined: u64,
 }
 
 impl Check {
-    fn ok(name: &'static str, finding: impl Into<String>) -> Self {
-        Self { name, level: Level::Ok, finding: finding.into(), advice: String::new() }
+    /// All is as it should be.
+    pub fn ok(name: &'static str, finding: impl Into<String>) -> Self {
+        let (finding, advice) = (finding.into(), String::new());
+        Self { name, level: Level::Ok, finding, advice, fix: None, resources: Vec::new() }
     }
 
-    fn warn(name: &'static str, finding: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self { name, level: Level::Warn, finding: finding.into(), advice: advice.into() }
+    /// It works, with less.
+    pub fn warn(name: &'static str, finding: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { level: Level::Warn, advice: advice.into(), ..Self::ok(name, finding) }
     }
 
     fn fail(name: &'static str, finding: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self { name, level: Level::Fail, finding: finding.into(), advice: advice.into() }
+        Self { level: Level::Fail, advice: advice.into(), ..Self::ok(name, finding) }
     }
 }
 
 /// Looks at everything that the vm driver, the network and the images need. Takes seconds: it runs a small guest on KVM in a
 /// process of its own.
-pub fn run(state_dir: &Path) -> Vec<Check> {
-    vec![
+pub fn run(state_dir: &Path, pool: &PoolConfig) -> Vec<Check> {
+    let mut checks = vec![
         privileges(&fs::read_to_string("/proc/self/status").unwrap_or_default()),
         kvm(),
         vmm(),
         qemu(),
-        tun(Path::new("/dev/net/tun")),
         nftables(),
-        ip_forward(),
-        forward_policy(),
         cgroup(&fs::read_to_string("/proc/self/mounts").unwrap_or_default()),
         image_tools(),
         kernel_tools(),
         disk_space(state_dir),
         memory(&fs::read_to_string("/proc/meminfo").unwrap_or_default()),
         agent(),
-    ]
+        changes(state_dir),
+    ];
+    checks.extend(fixes::checks(pool));
+    checks
+}
+
+/// What `torpor doctor --fix` has changed, and what may be taken back.
+fn changes(state_dir: &Path) -> Check {
+    let name = "host-changes";
+    match fixes::recorded(state_dir) {
+        Ok(all) if all.is_empty() => Check::ok(name, "none by Torpor"),
+        Ok(all) => Check::ok(name, format!("{} (torpor doctor --undo takes them back)", all.join("; "))),
+        Err(error) => Check::warn(name, error.to_string(), "look at that file"),
+    }
 }
 
 fn privileges(status: &str) -> Check {
@@ -147,21 +181,6 @@ fn qemu() -> Check {
     }
 }
 
-fn tun(device: &Path) -> Check {
-    let shown = device.display();
-    if !device.exists() {
-        return Check::fail("tun", format!("{shown} is not there"), "modprobe tun");
-    }
-    match access(device, AccessFlags::R_OK | AccessFlags::W_OK) {
-        Ok(()) => Check::ok("tun", format!("{shown} can be opened")),
-        Err(e) => Check::fail(
-            "tun",
-            format!("{shown}: {e}"),
-            "run as root; in a container, pass the device through",
-        ),
-    }
-}
-
 fn nftables() -> Check {
     match ask("nft", &["-j", "list", "tables"]) {
         Ok(_) => Check::ok("nftables", "rules can be read"),
@@ -172,75 +191,59 @@ fn nftables() -> Check {
     }
 }
 
-fn ip_forward() -> Check {
-    let name = "ip-forward";
-    match fs::read_to_string("/proc/sys/net/ipv4/ip_forward").as_deref().map(str::trim) {
-        Ok("1") => Check::ok(name, "on"),
-        Ok(_) => Check::ok(name, "off; the gateway turns it on when it starts"),
-        Err(e) => Check::warn(name, format!("can't be read: {e}"), "guests may not reach the network"),
-    }
-}
-
-/// Other firewalls see the guests' packets too: one that drops what it doesn't know cuts them off.
-fn forward_policy() -> Check {
-    let name = "firewall";
-    let rules = ask("nft", &["-j", "list", "chains"]).unwrap_or_default();
-    let mut dropping = dropping_chains(&rules);
-    if fs::read_to_string(LEGACY_TABLES).is_ok_and(|t| t.lines().any(|l| l == "filter"))
-        && ask("iptables-legacy", &["-S", "FORWARD"]).is_ok_and(|t| t.contains("-P FORWARD DROP"))
-    {
-        dropping.push("iptables-legacy FORWARD".to_owned());
-    }
-    if dropping.is_empty() {
-        return Check::ok(name, "no other firewall drops forwarded packets by default");
-    }
-    let advice = if dropping.iter().any(|c| c.contains("iptables") || c.contains(" filter ")) {
-        "Docker or ufw set this. Let the guests through: iptables -I FORWARD -i tpr-+ -j ACCEPT; \
-         iptables -I FORWARD -o tpr-+ -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT (with Docker, into DOCKER-USER)"
-    } else {
-        "let forwarded packets from and to the devices 'tpr-*' through in that chain"
-    };
-    Check::warn(name, format!("drops forwarded packets by default: {}", dropping.join(", ")), advice)
-}
-
-/// Chains of `nft -j list chains` that see forwarded IPv4 packets and drop them by default, but for our own.
-fn dropping_chains(json: &str) -> Vec<String> {
-    let parsed: Value = serde_json::from_str(json).unwrap_or_default();
-    let Some(items) = parsed.get("nftables").and_then(Value::as_array) else { return Vec::new() };
-    let text =
-        |chain: &Value, key: &str| chain.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
-    items
-        .iter()
-        .filter_map(|item| item.get("chain"))
-        .filter(|c| text(c, "hook") == "forward" && text(c, "policy") == "drop")
-        .filter(|c| {
-            ["ip", "inet"].contains(&text(c, "family").as_str()) && !text(c, "table").starts_with("torpor")
-        })
-        .map(|c| format!("{} {} {}", text(c, "family"), text(c, "table"), text(c, "name")))
-        .collect()
-}
-
 fn cgroup(mounts: &str) -> Check {
     let name = "cgroup";
     let advice = "sandboxes run all the same, without these limits on their processes; boot with \
                   systemd.unified_cgroup_hierarchy=1, or in a container pass a writable cgroup v2";
-    let mount =
-        mounts.lines().map(|l| l.split(' ').collect::<Vec<_>>()).find(|f| f.get(2) == Some(&"cgroup2"));
-    let Some(path) = mount.and_then(|fields| fields.get(1).map(PathBuf::from)) else {
-        return Check::warn(name, "cgroup v2 is not mounted", advice);
-    };
-    let shown = path.display();
+    let fields = || mounts.lines().map(|l| l.split(' ').collect::<Vec<_>>());
+    let wanted = ["cpuset", "memory", "pids", "cpu"];
+    let mount = fields().find(|f| f.get(2) == Some(&"cgroup2"));
+    let second = mount.as_ref().and_then(|fields| fields.get(1).map(PathBuf::from));
+    let controllers = second.as_ref().map(|path| fs::read_to_string(path.join("cgroup.controllers")));
+    let controllers = controllers.and_then(Result::ok).unwrap_or_default();
+    // Each tree of version 1 names its controllers among the mount's options.
+    let first = fields().filter(|f| f.get(2) == Some(&"cgroup"));
+    let first: Vec<(PathBuf, Vec<String>)> = first
+        .map(|f| {
+            let options = f.get(3).copied().unwrap_or_default().split(',').map(str::to_owned).collect();
+            (PathBuf::from(f.get(1).copied().unwrap_or_default()), options)
+        })
+        .collect();
+    let has_first = |wanted: &str| first.iter().any(|(_, all)| all.iter().any(|one| one == wanted));
+    let missing: Vec<_> = wanted
+        .into_iter()
+        .filter(|c| !controllers.split_whitespace().any(|found| found == *c) && !has_first(c))
+        .collect();
     // Root passes every permission check but that of a read-only mount.
-    if let Err(e) = access(&path, AccessFlags::W_OK) {
-        return Check::warn(name, format!("{shown} can't be written: {e}"), advice);
+    let trees = second.iter().chain(first.iter().map(|(path, _)| path));
+    for path in trees {
+        if let Err(e) = access(path, AccessFlags::W_OK) {
+            return Check::warn(name, format!("{} can't be written: {e}", path.display()), advice);
+        }
     }
-    let controllers = fs::read_to_string(path.join("cgroup.controllers")).unwrap_or_default();
-    let has = |wanted: &str| controllers.split_whitespace().any(|c| c == wanted);
-    let missing: Vec<_> = ["cpuset", "memory", "pids"].into_iter().filter(|c| !has(c)).collect();
-    if missing.is_empty() {
-        Check::ok(name, format!("v2 at {shown} can be written"))
-    } else {
-        Check::warn(name, format!("v2 at {shown} lacks the controllers {}", missing.join(", ")), advice)
+    let version = match (&second, first.is_empty()) {
+        (None, true) => return Check::warn(name, "no cgroups are mounted", advice),
+        (Some(_), true) => "v2",
+        (None, false) => "v1",
+        (Some(_), false) => "v1 and v2",
+    };
+    let slow = mount.as_ref().is_some_and(|fields| {
+        !fields.get(3).is_some_and(|options| options.split(',').any(|option| option == "favordynmods"))
+    });
+    match missing.as_slice() {
+        [] if slow => {
+            // KVM moves a thread of its own into the VM's cgroups, which takes a grace period of RCU without this option.
+            let finding = format!("{version} can be written; each start of a VM waits some 10 ms in it");
+            let path = second.as_deref().unwrap_or(Path::new("/sys/fs/cgroup")).display();
+            let advice = format!(
+                "optional, for faster starts: mount -o remount,favordynmods {path} (Linux 6.0 or later)"
+            );
+            Check { advice, ..Check::ok(name, finding) }
+        }
+        [] => Check::ok(name, format!("{version} can be written")),
+        missing => {
+            Check::warn(name, format!("{version} lacks the controllers {}", missing.join(", ")), advice)
+        }
     }
 }
 
@@ -377,21 +380,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_foreign_ipv4_forward_chains_that_drop_are_reported() {
-        let chain = |family: &str, table: &str, hook: &str, policy: &str| serde_json::json!({"chain": {"family": family, "table": table, "name": "c", "hook": hook, "policy": policy}});
-        let list = serde_json::json!({"nftables": [
-            {"metainfo": {"version": "1"}},
-            chain("ip", "filter", "forward", "drop"),
-            chain("inet", "ufw", "forward", "accept"),
-            chain("ip6", "filter", "forward", "drop"),
-            chain("inet", "torpor", "forward", "drop"),
-            chain("ip", "filter", "input", "drop"),
-        ]});
-        assert_eq!(dropping_chains(&list.to_string()), ["ip filter c"]);
-        assert!(dropping_chains("not json").is_empty());
-    }
-
-    #[test]
     fn missing_capabilities_are_named() {
         assert_eq!(privileges("CapEff:\t000001ffffffffff\n").level, Level::Ok);
         let check = privileges("CapEff:\t0000000000001000\n");
@@ -400,8 +388,30 @@ mod tests {
     }
 
     #[test]
-    fn cgroup_v1_is_a_warning() {
-        assert_eq!(cgroup("tmpfs /sys/fs/cgroup tmpfs rw 0 0\n").level, Level::Warn);
+    fn cgroups_of_the_older_version_are_as_good_and_controllers_that_lack_are_named() {
+        assert_eq!(cgroup("tmpfs /sys/fs/cgroup tmpfs rw 0 0\n").finding, "no cgroups are mounted");
+        let tree = |controllers: &str| format!("cgroup /tmp cgroup rw,nosuid,{controllers} 0 0\n");
+        let all = cgroup(&[tree("cpu,cpuacct"), tree("cpuset"), tree("memory"), tree("pids")].concat());
+        assert_eq!((all.level, all.finding.as_str()), (Level::Ok, "v1 can be written"));
+        let some = cgroup(&[tree("cpu,cpuacct"), tree("memory")].concat());
+        assert_eq!(
+            (some.level, some.finding.as_str()),
+            (Level::Warn, "v1 lacks the controllers cpuset, pids")
+        );
+    }
+
+    #[test]
+    fn a_second_version_that_makes_starts_wait_is_told_with_the_remount_that_helps() {
+        let first =
+            ["cpu", "cpuset", "memory", "pids"].map(|one| format!("cgroup /tmp cgroup rw,{one} 0 0\n"));
+        let with =
+            |options: &str| cgroup(&format!("{}cgroup2 /tmp/two cgroup2 rw,{options} 0 0\n", first.concat()));
+        assert_eq!(with("relatime").level, Level::Warn, "a mount that isn't there can't be written");
+        let here =
+            |options: &str| cgroup(&format!("{}cgroup2 /tmp cgroup2 rw,{options} 0 0\n", first.concat()));
+        assert_eq!(here("relatime").level, Level::Ok);
+        assert!(here("relatime").advice.contains("remount,favordynmods /tmp"), "{}", here("relatime").advice);
+        assert_eq!(here("relatime,favordynmods").advice, "");
     }
 
     #[test]
@@ -427,11 +437,5 @@ mod tests {
     fn a_program_that_never_answers_is_ended_at_the_limit() {
         let error = ask_within("sleep", &["1000"], Duration::from_millis(50)).unwrap_err();
         assert!(error.contains("did not answer"), "{error}");
-    }
-
-    #[test]
-    fn a_device_that_is_not_there_is_a_failure_with_advice() {
-        let check = tun(Path::new("/nonexistent/tun"));
-        assert_eq!((check.level, check.advice.as_str()), (Level::Fail, "modprobe tun"));
     }
 }

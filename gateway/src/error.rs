@@ -174,6 +174,16 @@ impl From<StoreError> for ApiError {
                     None => error,
                 }
             }
+            StoreError::Deleting(name) => Self::new(Code::FailedPrecondition, "DELETING", message)
+                .with("sandbox", name)
+                .with("phase", Phase::Deleting.as_str()),
+            StoreError::HostTaken { name, .. } => Self::new(Code::AlreadyExists, "HOST_PORT_TAKEN", message)
+                .with("sandbox", &name)
+                .with("next", format!("torpor expose list {name}; or another --host")),
+            StoreError::TooManyPorts { name, .. } => {
+                Self::new(Code::ResourceExhausted, "TOO_MANY_PORTS", message)
+                    .with("next", format!("torpor expose remove {name} PORT"))
+            }
             StoreError::RequestReused(_) => Self::new(Code::InvalidArgument, "REQUEST_ID_REUSED", message),
             StoreError::Exhausted(_) => Self::new(Code::ResourceExhausted, "EXHAUSTED", message),
             StoreError::NeverFits(_) => Self::new(Code::InvalidArgument, "NEVER_FITS", message),
@@ -203,6 +213,7 @@ impl Code {
             | DriverError::BaseMissing(_)
             | DriverError::BaseChanged(_)
             | DriverError::DataMissing(_)
+            | DriverError::MountMissing(_)
             | DriverError::Locked { .. }
             | DriverError::Corrupt(_)
             | DriverError::Unsupported(_) => Self::FailedPrecondition,

@@ -20,8 +20,8 @@ use tokio::sync::{Notify, Semaphore, broadcast};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_netpool::policy::Want;
 use torpor_sandbox::{
-    ComputeDriver, DriverError, Event, Exit, Failure, Keep, Observed, Phase, Run, SandboxId, State, Step,
-    failpoint::hit, lifecycle::step,
+    Change, ComputeDriver, DriverError, Event, Exit, Failure, Keep, Observed, Phase, Run, SandboxId, State,
+    Step, failpoint::hit, lifecycle::step,
 };
 
 use crate::{
@@ -146,8 +146,14 @@ impl Reconciler {
     pub async fn run(self: Arc<Self>) {
         let changes = self.store.subscribe();
         let hints = futures::stream::select_all(self.drivers.all().map(|d| d.hints()));
+        let shortages = futures::stream::select_all(self.drivers.all().map(|d| d.shortages()));
         self.look_at_unsettled().await;
-        tokio::join!(self.follow_changes(changes), self.follow_hints(hints), self.resync());
+        tokio::join!(
+            self.follow_changes(changes),
+            self.follow_hints(hints),
+            self.follow_shortages(shortages),
+            self.resync()
+        );
     }
 
     /// Waits until no turn is under way any more; call after `end` was cancelled.
@@ -206,6 +212,22 @@ impl Reconciler {
             tokio::select! {
                 hint = hints.next() => match hint {
                     Some(id) => self.look(&id),
+                    None => return,
+                },
+                () = self.end.cancelled() => return,
+            }
+        }
+    }
+
+    /// What running sandboxes find out about the host's disk before anybody else does.
+    async fn follow_shortages(&self, mut shortages: impl futures::Stream<Item = SandboxId> + Unpin) {
+        loop {
+            tokio::select! {
+                short = shortages.next() => match short {
+                    Some(id) => {
+                        tracing::warn!(%id, "the host has no room for what this sandbox writes");
+                        self.pressure.note_failure();
+                    }
                     None => return,
                 },
                 () = self.end.cancelled() => return,
@@ -315,7 +337,7 @@ impl Reconciler {
                 );
                 Turn::Later(backoff.next())
             }
-            Step::Rest => Turn::Rest,
+            Step::Rest => self.adjust(&record, driver.as_ref(), backoff).await,
             Step::Wait => {
                 if let Observed::Unknown(why) = observed {
                     self.progress.trouble(id, Trouble::new("BACKEND_UNKNOWN", why));
@@ -327,6 +349,24 @@ impl Reconciler {
                 self.write(&record, driver.as_ref(), event, release, backoff).await
             }
             verb => self.act(&record, driver.as_ref(), verb, worker, backoff).await,
+        }
+    }
+
+    /// What runs goes by what its record says now, also when whoever changed it could not see to that.
+    async fn adjust(&self, record: &Record, driver: &dyn ComputeDriver, backoff: &mut Backoff) -> Turn {
+        match driver.adjust(&record.id, &record.spec).await {
+            Ok(change) => {
+                if change == Change::Done {
+                    tracing::info!(id = %record.id, "its run goes by the changed spec now");
+                }
+                Turn::Rest
+            }
+            Err(error) => {
+                let delay = backoff.next();
+                tracing::warn!(id = %record.id, error = words(&error), ?delay, "its run does not go by the changed spec yet");
+                self.progress.trouble(&record.id, Trouble::new(error.reason(), words(&error)));
+                Turn::Later(delay)
+            }
         }
     }
 
@@ -361,7 +401,9 @@ impl Reconciler {
             return Turn::Later(backoff.next());
         }
         let console = match &event {
-            Event::Ended(ended) if matches!(ended.exit, Exit::Panic(_) | Exit::Lost(_)) => {
+            Event::Ended(ended)
+                if matches!(ended.exit, Exit::Panic(_) | Exit::Lost(_) | Exit::Interrupted(_)) =>
+            {
                 tail(driver, &record.id).await
             }
             _ => String::new(),
@@ -551,8 +593,13 @@ impl Reconciler {
                     locked(&self.hungry).remove(id);
                 }
                 hit("reconcile.lent")?;
+                driver.adjust(id, spec).await?;
                 driver.start(id, *from, state.run).await?;
                 hit("reconcile.started")?;
+                // What was changed while it started must not wait for a turn of its own.
+                if let Ok(latest) = self.store.get(id.as_str()).await {
+                    driver.adjust(id, &latest.spec).await?;
+                }
                 Ok(Done::Event { event: Event::Started(state.run), release: false })
             }
             Step::Stop(keep) => {
@@ -697,6 +744,7 @@ fn why(event: &Event) -> String {
             torpor_sandbox::Exit::PowerOff => "guest switched itself off".to_owned(),
             torpor_sandbox::Exit::Panic(text) => format!("guest kernel panic: {text}"),
             torpor_sandbox::Exit::Lost(text) => format!("compute lost: {text}"),
+            torpor_sandbox::Exit::Interrupted(text) => format!("compute interrupted: {text}"),
         },
         Event::Failed(failure) => format!("{} failed: {}: {}", failure.step, failure.reason, failure.message),
         Event::HostRestarted => "host was restarted".to_owned(),

@@ -15,9 +15,10 @@ use tokio::{net::UnixListener, task::JoinHandle};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
+use torpor_driver_container::{ContainerConfig, ContainerDriver, Engine};
 use torpor_driver_vm::{Standing, VmConfig, VmDriver};
 use torpor_images::{Catalog, Kernels};
-use torpor_netpool::{CpuSet, policy::Budget};
+use torpor_netpool::{CpuSet, Topology, linux, policy::Budget};
 use torpor_proto::v1::{
     gateway_server::GatewayServer, images_server::ImagesServer, sandboxes_server::SandboxesServer,
 };
@@ -30,8 +31,9 @@ use torpor_sandbox::{
 
 use crate::{
     api::{GatewayApi, ImagesApi, SandboxesApi},
-    config::{Config, ConfigError},
+    config::{Config, ConfigError, EngineConfig, Pinning},
     drivers::Drivers,
+    expose::Listeners,
     orphans::Orphans,
     pressure::Pressure,
     progress::Progress,
@@ -48,6 +50,8 @@ const LARGEST_MESSAGE: usize = 8 << 20;
 const STREAM_WINDOW: u32 = 1 << 20;
 /// In all calls of a connection: far more than is ever reached, so that no call stops the others.
 const CONNECTION_WINDOW: u32 = 1 << 30;
+/// How often all that is lent is compared with what the kernel has.
+const SWEEP: std::time::Duration = std::time::Duration::from_secs(180);
 /// How often the network of running sandboxes is looked after.
 const TEND: std::time::Duration = std::time::Duration::from_secs(5);
 /// Ready sandboxes that a restart of the host is noted of at once.
@@ -71,6 +75,14 @@ pub enum ServeError {
     /// The vm driver.
     #[error("vm driver: {0}")]
     Vm(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A container driver.
+    #[error("{name} driver: {source}")]
+    Engine {
+        /// Its name.
+        name: &'static str,
+        /// Why.
+        source: torpor_driver_container::ConfigError,
+    },
     /// The sim driver's world.
     #[error("sim driver: its world below the state directory: {0}")]
     Sim(#[source] std::io::Error),
@@ -144,6 +156,7 @@ pub struct Gateway {
     end: CancellationToken,
     server: JoinHandle<()>,
     turns: JoinHandle<()>,
+    ports: JoinHandle<()>,
     reconciler: Arc<Reconciler>,
     store: Arc<Store>,
     socket: PathBuf,
@@ -208,6 +221,8 @@ impl Gateway {
             image_gate: tokio::sync::RwLock::default(),
             building: tokio::sync::Mutex::default(),
             defaults: config.defaults.clone(),
+            default_egress: torpor_driver_vm::egress::from_pool(&config.network.egress),
+            listeners: Listeners::default(),
             host,
             budget,
             end: end.clone(),
@@ -216,6 +231,7 @@ impl Gateway {
         if let Some(armed) = failpoint::armed() {
             tracing::warn!(armed, "this gateway was built with failpoints, for tests");
         }
+        let ports = tokio::spawn(service.clone().look_after_ports());
         let orphan_grace = config.orphan_grace_seconds;
         let server = tokio::spawn(run_server(listener, service, gateway_id, config, end.clone()));
         let turns = tokio::spawn(reconciler.clone().run());
@@ -229,7 +245,7 @@ impl Gateway {
         };
         tokio::spawn(orphans.look_after());
         hit("serve.started").map_err(StoreError::from)?;
-        Ok(Self { end, server, turns, reconciler, store, socket, _pool: pool })
+        Ok(Self { end, server, turns, ports, reconciler, store, socket, _pool: pool })
     }
 
     /// Answers no more requests, drops what is under way (the next gateway goes on from there) and closes the store.
@@ -238,6 +254,7 @@ impl Gateway {
         let drained = tokio::time::timeout(DRAIN, async {
             // Their own errors were logged where they happened.
             let _ = self.turns.await;
+            let _ = self.ports.await;
             self.reconciler.finish().await;
             let _ = self.server.await;
         });
@@ -348,6 +365,8 @@ async fn open_drivers(
             "sim" => {
                 drivers.push(simworld::open(&config.state_dir, Script::default()).map_err(ServeError::Sim)?)
             }
+            "docker" => drivers.push(open_engine(config, Engine::Docker, &config.docker)?),
+            "podman" => drivers.push(open_engine(config, Engine::Podman, &config.podman)?),
             _ => {
                 let driver = open_vm_driver(config, store).await?;
                 tokio::spawn(tend(driver.clone(), end.clone()));
@@ -356,6 +375,26 @@ async fn open_drivers(
         }
     }
     Ok(Drivers::new(drivers, config.default_driver()))
+}
+
+/// The engine need not be there: its sandboxes wait for it.
+fn open_engine(
+    config: &Config,
+    engine: Engine,
+    of: &EngineConfig,
+) -> Result<Arc<dyn ComputeDriver>, ServeError> {
+    let given = |path: &PathBuf| (!path.as_os_str().is_empty()).then(|| path.clone());
+    let agent = config.find_agent().filter(|agent| crate::config::is_static(agent));
+    let agent = agent.ok_or(ServeError::NoAgent)?;
+    let driver = ContainerConfig {
+        socket: given(&of.socket).unwrap_or_else(|| engine.default_socket()),
+        start_timeout: std::time::Duration::from_secs(config.boot_timeout_seconds),
+        pids: of.pids,
+        auth_file: given(&of.auth_file),
+        ..ContainerConfig::new(engine, &config.state_dir, &config.run_dir, agent)
+    };
+    let failed = |error| ServeError::Engine { name: engine.name(), source: error };
+    Ok(ContainerDriver::new(driver).map_err(failed)?)
 }
 
 async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDriver>, ServeError> {
@@ -373,6 +412,9 @@ async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDri
         boot_timeout: std::time::Duration::from_secs(config.boot_timeout_seconds),
         nameservers: config.nameservers.clone(),
         pool: config.network.clone(),
+        cpu_quota_percent: config.limits.cpu_quota_percent,
+        pin: config.limits.cpu_pinning != Pinning::Off,
+        topology: topology(config),
         ..VmConfig::new("", "", "")
     };
     let ledger = store.clone();
@@ -393,8 +435,9 @@ async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDri
     Ok(driver)
 }
 
-/// Looks after what others may take away under running sandboxes.
+/// Looks after what others may take away under running sandboxes, and now and then after everything that is lent.
 async fn tend(driver: Arc<VmDriver>, end: CancellationToken) {
+    let mut sweep_at = tokio::time::Instant::now() + SWEEP;
     loop {
         tokio::select! {
             () = tokio::time::sleep(TEND) => {}
@@ -404,6 +447,14 @@ async fn tend(driver: Arc<VmDriver>, end: CancellationToken) {
             Ok(lines) => lines.iter().for_each(|line| tracing::warn!(line, "network repaired")),
             Err(error) => tracing::error!(%error, "the network of running sandboxes can't be looked after"),
         }
+        if tokio::time::Instant::now() < sweep_at {
+            continue;
+        }
+        match driver.sweep_kernel().await {
+            Ok(lines) => lines.iter().for_each(|line| tracing::warn!(line, "sweep")),
+            Err(error) => tracing::error!(%error, "what is lent can't be compared with what there is"),
+        }
+        sweep_at = tokio::time::Instant::now() + SWEEP;
     }
 }
 
@@ -433,11 +484,12 @@ async fn refuse_lost_database(store: &Arc<Store>, state_dir: &Path) -> Result<()
     if store.meta("gateway_id").await?.is_some() {
         return Ok(());
     }
-    let sandboxes = state_dir.join("sandboxes");
-    let disks = std::fs::read_dir(&sandboxes).into_iter().flatten().flatten();
-    let count = disks.filter(|e| e.file_name().to_string_lossy().parse::<SandboxId>().is_ok()).count();
-    if count > 0 {
-        return Err(ServeError::LostDatabase { count, sandboxes });
+    for (sandboxes, _) in crate::admin::places(state_dir, Path::new("")) {
+        let disks = std::fs::read_dir(&sandboxes).into_iter().flatten().flatten();
+        let count = disks.filter(|e| e.file_name().to_string_lossy().parse::<SandboxId>().is_ok()).count();
+        if count > 0 {
+            return Err(ServeError::LostDatabase { count, sandboxes });
+        }
     }
     Ok(())
 }
@@ -487,9 +539,25 @@ fn pool_limits(config: &Config, host: HostLimits) -> PoolLimits {
         0 => host.memory_bytes / 10 * 9,
         bytes => bytes,
     };
-    let cpus: CpuSet = (0..host.cpus).collect();
+    // Not every CPU below the highest need be ours.
+    let cpus = linux::host_cpus().ok().filter(|cpus| !cpus.is_empty());
+    let cpus: CpuSet = cpus.unwrap_or_else(|| (0..host.cpus).collect());
     PoolLimits {
         network: config.network.clone(),
+        topology: match topology(config) {
+            Some(topology) => topology,
+            None => Topology::flat(&cpus),
+        },
         budget: Budget { cpus, cpu_percent: config.limits.cpu_percent, memory_bytes },
     }
+}
+
+/// How the host's CPUs lie together, where that is asked for and known.
+fn topology(config: &Config) -> Option<Topology> {
+    if config.limits.cpu_pinning != Pinning::Topology {
+        return None;
+    }
+    let known = linux::host_topology();
+    let known = known.inspect_err(|error| tracing::warn!(%error, "CPUs are chosen without their topology"));
+    known.ok().filter(|topology| !topology.cores.is_empty())
 }

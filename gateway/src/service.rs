@@ -8,8 +8,8 @@ use tokio_util::sync::CancellationToken;
 use torpor_images::{Catalog, Kernels};
 use torpor_netpool::policy::Budget;
 use torpor_sandbox::{
-    ComputeDriver, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId, SandboxName,
-    SandboxSpec,
+    ComputeDriver, Egress, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId,
+    SandboxName, SandboxSpec, Volume,
     failpoint::hit,
     lifecycle::may_reach,
     spec::{HostLimits, validate_labels},
@@ -18,7 +18,10 @@ use torpor_sandbox::{
 use crate::{
     config::Defaults,
     drivers::Drivers,
+    egress::checked,
+    engines::found_image,
     error::{ApiError, Code},
+    expose::Listeners,
     maintenance::Maintenance,
     pressure::{ADVICE, Pressure, Space},
     progress::{Now, Progress},
@@ -50,6 +53,10 @@ pub struct Service {
     pub building: tokio::sync::Mutex<()>,
     /// What a request need not say.
     pub defaults: Defaults,
+    /// Where sandboxes may send to that don't say it themselves.
+    pub default_egress: Egress,
+    /// Exposed ports.
+    pub listeners: Listeners,
     /// The host.
     pub host: HostLimits,
     /// What all sandboxes together may use.
@@ -91,6 +98,10 @@ pub struct Wish {
     pub kernel: Option<String>,
     /// For its processes to end.
     pub stop_grace: Option<Duration>,
+    /// Where it may send to.
+    pub egress: Option<Egress>,
+    /// What it mounts of the host.
+    pub volumes: Vec<Volume>,
     /// The caller's id of the request.
     pub request_id: Option<String>,
 }
@@ -117,6 +128,8 @@ pub struct View {
     pub now: Option<Now>,
     /// The file system of the disks, when it is nearly full.
     pub pressed: Option<Space>,
+    /// Where it may send to: its own policy, or the default.
+    pub egress: Egress,
 }
 
 /// What a delete came to.
@@ -171,6 +184,8 @@ impl Service {
         let mut name = given.unwrap_or_else(SandboxName::generate);
         validate_labels(&wish.labels)?;
         let labels = wish.labels.clone();
+        // Before the gate: it may take minutes, and no image of the catalog is meant.
+        self.fetch_image(&wish).await?;
         let _pinned = self.image_gate.read().await;
         let spec = self.resolve(wish, &name).await?;
         spec.validate(self.host)?;
@@ -220,10 +235,21 @@ impl Service {
     async fn resolve(&self, wish: Wish, name: &SandboxName) -> Result<SandboxSpec, ApiError> {
         let driver =
             wish.driver.filter(|d| !d.is_empty()).unwrap_or_else(|| self.drivers.default_name().to_owned());
-        self.driver(&driver)?;
+        let backend = self.driver(&driver)?;
         let image = wish.image.filter(|i| !i.is_empty()).unwrap_or_else(|| self.defaults.image.clone());
+        if wish.disk_bytes == Some(0) {
+            return Err(ApiError::invalid("resources.disk_bytes", "at least one byte is needed"));
+        }
+        let mut default_disk = self.defaults.disk_bytes;
         let (image_digest, image_bytes) = if driver == "sim" {
             ("sha256:sim".to_owned(), 0)
+        } else if let Some(images) = backend.images() {
+            if wish.disk_bytes.is_some() {
+                let problem = format!("the {driver} driver can't limit what a container writes");
+                return Err(ApiError::invalid("resources.disk_bytes", problem));
+            }
+            default_disk = 0;
+            (found_image(images, &driver, &image).await?, 0)
         } else {
             let (catalog, wanted) = (self.images.clone(), image.clone());
             let found = tokio::task::spawn_blocking(move || catalog.resolve(&wanted)).await;
@@ -239,7 +265,7 @@ impl Service {
             })?;
             (found.digest, found.size_bytes)
         };
-        let disk_bytes = wish.disk_bytes.unwrap_or_else(|| self.defaults.disk_bytes.max(image_bytes));
+        let disk_bytes = wish.disk_bytes.unwrap_or_else(|| default_disk.max(image_bytes));
         if disk_bytes < image_bytes {
             let size = torpor_sandbox::spec::size;
             let problem =
@@ -264,6 +290,8 @@ impl Service {
             stop_grace: wish.stop_grace.unwrap_or(Duration::from_secs(self.defaults.stop_grace_seconds)),
             machine: wish.machine.filter(|m| !m.is_empty()).unwrap_or_else(|| "auto".to_owned()),
             kernel: wish.kernel.filter(|k| !k.is_empty()),
+            egress: checked(wish.egress)?,
+            volumes: wish.volumes,
         })
     }
 
@@ -399,7 +427,8 @@ impl Service {
         };
         let now = self.progress.get(&record.id);
         let pressed = self.pressure.look().filter(Space::is_low);
-        View { record, facts, now, pressed }
+        let egress = record.spec.egress.clone().unwrap_or_else(|| self.default_egress.clone());
+        View { record, facts, now, pressed, egress }
     }
 
     /// The gRPC channel to the agent of a Ready sandbox, and the token that ends when it leaves Ready.

@@ -144,6 +144,8 @@ fn spec(name: &str) -> SandboxSpec {
         stop_grace: Duration::from_secs(1),
         machine: "auto".into(),
         kernel: None,
+        egress: None,
+        volumes: Vec::new(),
     }
 }
 

@@ -460,9 +460,10 @@ fn failpoints() -> BTreeSet<String> {
     names
 }
 
-/// Those that a gateway over the sim driver can reach; tests/tests/crash.rs has the vm driver's.
+/// Those that a gateway over the sim driver can reach; tests/tests/crash.rs has the vm driver's, containers.rs the engines'.
 fn of_sim() -> Vec<String> {
-    failpoints().into_iter().filter(|name| !name.starts_with("vm.")).collect()
+    let elsewhere = ["vm.", "container."];
+    failpoints().into_iter().filter(|name| !elsewhere.iter().any(|of| name.starts_with(of))).collect()
 }
 
 /// A few at once: most of the time is waiting.

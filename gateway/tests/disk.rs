@@ -442,6 +442,51 @@ async fn what_a_driver_says_reaches_the_client_with_its_code() {
     assert_eq!(pressure.reason, "NO_SPACE");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_in_use_grows_where_its_driver_can_do_that() {
+    let world = World::new(Script::default()).await;
+    let mut client = world.sandboxes().await;
+    client.create(create("web")).await.unwrap();
+    world.sim.grow_running(true);
+    let grown = grow(&mut client, target("web"), 20 * GIB).await.unwrap();
+    assert_eq!((disk_bytes(&grown), phase(&grown)), (20 * GIB, Phase::Ready));
+    let smaller = grow(&mut client, target("web"), GIB).await.unwrap_err();
+    assert_eq!(smaller.code(), Code::InvalidArgument);
+    // A suspend that comes meanwhile waits for it.
+    world.sim.hold_disks(true);
+    let mut other = client.clone();
+    let growing = tokio::spawn(async move { grow(&mut other, target("web"), 30 * GIB).await });
+    while world.sim.calls(Verb::Disk) < 2 {
+        tokio::task::yield_now().await;
+    }
+    client.suspend(v1::SuspendRequest { target: no_wait("web"), keep: 0 }).await.unwrap();
+    world.sim.hold_disks(false);
+    growing.await.unwrap().unwrap();
+    client.suspend(v1::SuspendRequest { target: target("web"), keep: 0 }).await.unwrap();
+    let web = get(&mut client, "web").await;
+    assert_eq!((disk_bytes(&web), phase(&web)), (30 * GIB, Phase::Suspended));
+    assert_eq!(world.sim.violations(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_running_sandbox_that_finds_no_room_raises_the_pressure_of_all() {
+    let world = World::new(Script::default()).await;
+    let mut client = world.sandboxes().await;
+    let made = client.create(create("web")).await.unwrap().into_inner();
+    client.create(create("other")).await.unwrap();
+    assert!(condition(&get(&mut client, "other").await).is_none());
+    assert!(world.sim.starve(&made.id.parse().unwrap()), "the gateway listens");
+    let mut pressed = None;
+    for _ in 0..500 {
+        pressed = condition(&get(&mut client, "other").await);
+        if pressed.is_some() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(pressed.expect("pressure").reason, "NO_SPACE");
+}
+
 fn condition(sandbox: &v1::Sandbox) -> Option<v1::Condition> {
     let status = sandbox.status.clone().unwrap();
     status.conditions.into_iter().find(|condition| condition.r#type == "DiskPressure")

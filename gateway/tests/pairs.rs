@@ -26,11 +26,28 @@ enum Verb {
     Delete,
     Exec,
     History,
+    SetEgress,
+    Expose,
+    Forward,
 }
 
 use Verb::*;
 
-const VERBS: [Verb; 10] = [Create, Get, Suspend, SuspendMemory, Resume, Stop, Start, Delete, Exec, History];
+const VERBS: [Verb; 13] = [
+    Create,
+    Get,
+    Suspend,
+    SuspendMemory,
+    Resume,
+    Stop,
+    Start,
+    Delete,
+    Exec,
+    History,
+    SetEgress,
+    Expose,
+    Forward,
+];
 const CHANGES: [Verb; 6] = [Suspend, SuspendMemory, Resume, Stop, Start, Delete];
 
 impl Verb {
@@ -46,6 +63,9 @@ impl Verb {
             Delete => "delete",
             Exec => "exec",
             History => "history",
+            SetEgress => "network --egress (another policy)",
+            Expose => "expose",
+            Forward => "forward",
         }
     }
 
@@ -85,6 +105,21 @@ async fn ask(client: &mut Client, verb: Verb, name: &str) -> Result<String, Stat
         History => {
             client.history(v1::HistoryRequest { sandbox: name.into(), ..Default::default() }).await?;
             return Ok("answered".to_owned());
+        }
+        SetEgress => {
+            let egress = v1::Egress { policy: v1::egress::Policy::None.into(), ..Default::default() };
+            client.set_egress(v1::SetEgressRequest { target, egress: Some(egress) }).await?
+        }
+        Expose => {
+            let port = v1::ExposeRequest { sandbox: name.into(), port: 80, ..Default::default() };
+            client.expose(port).await?;
+            return Ok("exposed".to_owned());
+        }
+        Forward => {
+            let start = v1::ForwardStart { sandbox: name.into(), port: 80 };
+            let input = v1::ForwardInput { kind: Some(v1::forward_input::Kind::Start(start)) };
+            client.forward(futures::stream::iter([input])).await?;
+            return Ok("connected".to_owned());
         }
     };
     let sandbox = sandbox.into_inner();
@@ -279,8 +314,8 @@ fn page(rows: &[(&str, Vec<String>)]) -> String {
         "# What the API answers to every verb in every phase\n\n\
          Made by `BLESS=1 cargo test -p torpor-gateway --test pairs` from the answers of a gateway; the test fails when this \
          page and the answers differ. A phase alone: success, with the record in that phase as the answer (nothing is waited \
-         for). Otherwise the gRPC code, the reason in `google.rpc.ErrorInfo` and the command to use instead. `exec` asks for \
-         more than the sim driver of this test has, so that its answer in Ready is the driver's.\n",
+         for). Otherwise the gRPC code, the reason in `google.rpc.ErrorInfo` and the command to use instead. `exec` and \
+         `forward` ask for more than the sim driver of this test has, so that their answer in Ready is the driver's.\n",
     );
     for (at, verb) in VERBS.iter().enumerate() {
         let _ = write!(text, "\n## {}\n\n| phase | answer |\n|---|---|\n", verb.title());

@@ -80,7 +80,7 @@ pub struct PoolConfig {
     /// default: the gateway's forwarder asks them for the sandboxes.
     pub resolvers: Vec<Ipv4Addr>,
     /// The port of the host on which the gateway's forwarder answers for name servers: what sandboxes send to port 53 of
-    /// their gateway address comes there. `None` (the default): there is no forwarder.
+    /// their gateway address comes there. `None` (the default): one that is free. 0: there is no forwarder.
     pub dns_port: Option<u16>,
     /// The most TAPs that are kept in stock after use, rather than deleted. Default 32.
     pub warm_taps: u32,
@@ -127,9 +127,6 @@ pub enum ConfigError {
     /// The egress policy can't work.
     #[error(transparent)]
     Egress(#[from] EgressError),
-    /// Port 0 is none.
-    #[error("dns_port must be between 1 and 65535")]
-    DnsPort,
 }
 
 /// A slot that the range has no /30 for.
@@ -183,15 +180,17 @@ pub struct GuestNet {
     pub prefix: u8,
     /// The guest's vsock CID.
     pub cid: u32,
-    /// Where the guest may send to: the pool's default until the sandbox's own is put here.
+    /// Where the guest may send to: the pool's default until the sandbox's own is put here. `None` comes of records that
+    /// know no policy yet: whoever reads one puts the pool's default there, and until then the guest reaches nothing.
     #[serde(default)]
-    pub egress: Egress,
+    pub egress: Option<Egress>,
 }
 
 impl GuestNet {
     /// What the firewall has to let through for this sandbox.
     pub fn guest(&self) -> Guest {
-        Guest { tap: self.tap.clone(), mac: self.mac, ip: self.guest_ip, grants: self.egress.grants() }
+        let grants = self.egress.as_ref().map(Egress::grants).unwrap_or_default();
+        Guest { tap: self.tap.clone(), mac: self.mac, ip: self.guest_ip, grants }
     }
 }
 
@@ -224,9 +223,6 @@ impl PoolConfig {
         let fits = self.cid_base.checked_add(self.capacity()).is_some();
         if self.cid_base < 3 || !fits {
             return Err(ConfigError::CidBase(self.cid_base, self.capacity()));
-        }
-        if self.dns_port == Some(0) {
-            return Err(ConfigError::DnsPort);
         }
         self.egress.validate()?;
         Ok(())
@@ -305,7 +301,7 @@ impl PoolConfig {
             guest_ip: Ipv4Addr::from_bits(network + 2),
             prefix: GUEST_PREFIX,
             cid: self.cid_base.saturating_add(slot.0),
-            egress: self.egress.clone(),
+            egress: Some(self.egress.clone()),
         })
     }
 }

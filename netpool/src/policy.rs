@@ -29,14 +29,31 @@ impl fmt::Display for Resource {
         f.write_str(match self {
             Resource::NetworkSlots => "network slots",
             Resource::Cpus => "CPUs",
-            Resource::Memory => "bytes of memory",
+            Resource::Memory => "memory",
         })
+    }
+}
+
+impl Resource {
+    /// An amount of it, as people read it: memory in MiB.
+    fn amount(self, amount: u64) -> String {
+        match self {
+            Resource::Memory if amount.is_multiple_of(1 << 20) => format!("{} MiB", amount >> 20),
+            Resource::Memory => format!("{amount} bytes"),
+            Resource::NetworkSlots | Resource::Cpus => amount.to_string(),
+        }
     }
 }
 
 /// Nothing is left to lend. When a loan comes back, the same request can succeed, unless it is larger than the whole.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no {resource} left: wanted {wanted}, {used} of {capacity} are lent{}", self.hint())]
+#[error(
+    "no {resource} left: wanted {}, {} of {} are lent{}",
+    resource.amount(*wanted),
+    resource.amount(*used),
+    resource.amount(*capacity),
+    self.hint()
+)]
 pub struct Exhausted {
     /// What ran out.
     pub resource: Resource,

@@ -177,7 +177,7 @@ pub fn sweep(
     for loan in loans {
         match config.guest_net(&loan.sandbox_id, loan.slot) {
             Ok(net) => {
-                let egress = egress(loan).unwrap_or_else(|| net.egress.clone());
+                let egress = egress(loan).or_else(|| net.egress.clone());
                 let net = GuestNet { egress, ..net };
                 let guest = net.guest();
                 wanted.insert(net.tap.clone(), (loan, net, guest));

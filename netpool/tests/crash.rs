@@ -63,7 +63,7 @@ impl Bench {
             1 => Egress::Allow { rules: rules.to_vec(), names: true },
             _ => Egress::Open,
         };
-        GuestNet { egress, ..net }
+        GuestNet { egress: Some(egress), ..net }
     }
 
     /// What a process is found by.
@@ -135,7 +135,7 @@ impl Bench {
         let mut seen = live(&self.config, network, self.cgroups.as_ref()).unwrap();
         seen.processes = Some(processes);
         let loans = self.all().unwrap();
-        let egress = |loan: &Loan| Some(self.net(&loan.sandbox_id, loan.slot.0).egress);
+        let egress = |loan: &Loan| self.net(&loan.sandbox_id, loan.slot.0).egress;
         let found = sweep(&self.config, &loans, &seen, &egress);
         let count = found.repairs.len() + found.without_process.len() + found.without_loan.len();
         for process in &found.without_loan {

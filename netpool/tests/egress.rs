@@ -14,7 +14,7 @@ use common::{
     HOST_UPLINK, METADATA, Namespace, OUTSIDE, PATIENCE, RawGuest, SILENCE, World, frame, ready, sh,
 };
 use torpor_netpool::linux::{Ensured, TapOptions, attach, effective_mtu, uplink};
-use torpor_netpool::{Egress, GuestNet, Mac, PoolConfig, Slot};
+use torpor_netpool::{Egress, Grants, GuestNet, Mac, PoolConfig, Slot};
 
 const PRIVATE: Ipv4Addr = Ipv4Addr::new(10, 9, 9, 9);
 const RESOLVER: Ipv4Addr = Ipv4Addr::new(10, 9, 9, 53);
@@ -132,7 +132,7 @@ fn every_policy_lets_through_what_its_column_says_and_changes_at_once() {
         (Egress::None, vec![]),
     ];
     for (egress, expected) in cases {
-        let net = GuestNet { egress: egress.clone(), ..guest.net.clone() };
+        let net = GuestNet { egress: Some(egress.clone()), ..guest.net.clone() };
         let wanted = net.guest();
         world.with_firewall(move |firewall| firewall.add(&wanted).unwrap());
         let mut listed = world.with_firewall(|firewall| firewall.listing().unwrap());
@@ -220,7 +220,7 @@ fn thousands_of_sandboxes_cost_no_rules_and_come_back_after_damage() {
         };
         let guest = |n: u32| {
             let net = config.guest_net(&format!("sb-{n}"), Slot(n)).unwrap();
-            GuestNet { egress: egress(n), ..net }.guest()
+            GuestNet { egress: Some(egress(n)), ..net }.guest()
         };
         let mut expected: Vec<_> = (0..1000).map(guest).collect();
         expected.iter().for_each(|guest| firewall.add(guest).unwrap());
@@ -291,8 +291,12 @@ fn the_default_policy_is_the_configured_one() {
         serde_json::from_str(r#"{"egress": {"allow": {"rules": ["192.0.2.0/24:443"], "names": true}}}"#)
             .unwrap();
     let net = config.guest_net("sb", Slot(0)).unwrap();
-    assert_eq!(net.egress, allow(&["192.0.2.0/24:443/tcp"], true));
+    assert_eq!(net.egress, Some(allow(&["192.0.2.0/24:443/tcp"], true)));
     assert_eq!(PoolConfig::default().egress, Egress::Public);
-    let old = serde_json::to_string(&net).unwrap();
-    assert_eq!(serde_json::from_str::<GuestNet>(&old).unwrap(), net);
+    let text = serde_json::to_string(&net).unwrap();
+    assert_eq!(serde_json::from_str::<GuestNet>(&text).unwrap(), net);
+    let mut old = serde_json::to_value(&net).unwrap();
+    old.as_object_mut().unwrap().remove("egress");
+    let old: GuestNet = serde_json::from_value(old).unwrap();
+    assert_eq!((old.egress.clone(), old.guest().grants), (None, Grants::default()), "unknown is not open");
 }

@@ -191,7 +191,10 @@ fn a_guest_asks_its_gateway_and_reaches_nothing_else_there() {
     let port = forwarder.addresses()[0].port();
     world.config.dns_port = Some(port);
     let asked_of = |slot: u32, egress: Egress, wait: Duration| {
-        let net = GuestNet { egress, ..world.config.guest_net(&format!("sb-{slot}"), Slot(slot)).unwrap() };
+        let net = GuestNet {
+            egress: Some(egress),
+            ..world.config.guest_net(&format!("sb-{slot}"), Slot(slot)).unwrap()
+        };
         let gateway = net.host_ip;
         let (tap, net) = world
             .with_firewall(move |firewall| (attach(firewall, &net, &TapOptions::default()).unwrap(), net));

@@ -14,8 +14,8 @@ pub type DiskWatch = Box<dyn FnMut(u64, u64) -> ControlFlow<()> + Send>;
 /// gone ends it.
 pub type DiskSink = mpsc::Sender<DiskPiece>;
 
-/// What a driver whose disks are files of its own can do with them. All but `report` need a disk that nothing runs on: the
-/// gateway sees to that, and the driver refuses a disk that somebody holds all the same. An operation runs to its end, or
+/// What a driver whose disks are files of its own can do with them. All but `report` and `grow` need a disk that nothing runs
+/// on: the gateway sees to that, and the driver refuses a disk that somebody holds all the same. An operation runs to its end, or
 /// until its watch says so or its sink is closed, also when its future is dropped; verbs that come meanwhile wait for it.
 #[async_trait]
 pub trait DiskCare: Send + Sync {
@@ -25,10 +25,11 @@ pub trait DiskCare: Send + Sync {
     /// `Missing`, `DataMissing`; with `check` also `Locked`. Damage is in the report.
     async fn report(&self, id: &SandboxId, check: bool) -> Result<DiskReport, DriverError>;
 
-    /// Makes the disk larger and notes it; the guest finds it so at its next start. Its new size, bytes: at least what was
-    /// asked for.
+    /// Makes the disk larger and notes it. A guest that runs goes on on the larger disk; one that doesn't finds it so at its
+    /// next start. Its new size, bytes: at least what was asked for.
     ///
     /// # Errors
+    /// `Unsupported` for a disk that runs where the driver grows only those at rest.
     /// `Invalid` below the present size or above what the disk's tables can hold, with the numbers; `Locked`, `Corrupt`,
     /// `NoSpace`. The disk is as it was then.
     async fn grow(&self, id: &SandboxId, bytes: u64) -> Result<u64, DriverError>;

@@ -10,6 +10,7 @@ use tonic::transport::Channel;
 use crate::{
     disk::DiskCare,
     id::{Run, SandboxId},
+    images::ImageCare,
     lifecycle::Keep,
     spec::SandboxSpec,
 };
@@ -35,12 +36,24 @@ pub trait ComputeDriver: Send + Sync + 'static {
         None
     }
 
+    /// The images of a driver that keeps its own: names of images are looked up there, and not in the gateway's catalog.
+    fn images(&self) -> Option<&dyn ImageCare> {
+        None
+    }
+
     /// Makes the storage of a sandbox; nothing runs afterwards. A repeat with another spec updates the stored spec.
     async fn create(&self, id: &SandboxId, spec: &SandboxSpec, run: Run) -> Result<Change, DriverError>;
 
     /// Starts run `run` and returns when its agent has answered with that number. `from` says whether to boot from the
     /// disk or to go on from the memory image. Never makes or replaces a disk.
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError>;
+
+    /// Makes what may change of a spec at any time (where it may send to) as it is in `spec`: of the stored spec, and of
+    /// the run there is. Cheap when it is so already; a repeat after a failure or a crash finishes it. A driver whose
+    /// sandboxes have nothing of this kind has nothing to do.
+    async fn adjust(&self, _id: &SandboxId, _spec: &SandboxSpec) -> Result<Change, DriverError> {
+        Ok(Change::Already)
+    }
 
     /// Stops whatever runs, at the latest when `deadline` has passed, and gives everything back to the host. Success
     /// means: seen to be stopped. With `Keep::Disk` a memory image is discarded.
@@ -57,6 +70,11 @@ pub trait ComputeDriver: Send + Sync + 'static {
 
     /// "Look again at this one." Hints may be lost or doubled.
     fn hints(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>>;
+
+    /// "The host has no room for what this one writes." Said again and again as long as that lasts; may be lost.
+    fn shortages(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
+        Box::pin(futures::stream::pending())
+    }
 
     /// The gRPC channel to the agent of the running sandbox. The driver owns the one connection there is; a `Channel` is
     /// a cheap handle on it, good for any number of calls at once, and ends with the run.
@@ -141,6 +159,12 @@ pub enum DriverError {
     /// The host's file system is full; the sandbox waits until it isn't.
     #[error("the host's disk is full: {0}")]
     NoSpace(String),
+    /// A volume or folder of the host that the sandbox mounts is gone. It is never made anew.
+    #[error("a mount is missing: {0}")]
+    MountMissing(String),
+    /// The backend can't be reached now: it is down or restarts. The sandbox waits until it is back.
+    #[error("the backend can't be reached: {0}")]
+    Unreachable(String),
     /// Whoever watched an operation ended it.
     #[error("{0} was cancelled")]
     Cancelled(&'static str),
@@ -190,6 +214,8 @@ impl DriverError {
             Self::Corrupt(_) => "CORRUPT",
             Self::Exhausted(_) => "EXHAUSTED",
             Self::NoSpace(_) => "NO_SPACE",
+            Self::MountMissing(_) => "MOUNT_MISSING",
+            Self::Unreachable(_) => "BACKEND_UNREACHABLE",
             Self::Cancelled(_) => "CANCELLED",
             Self::Unsupported(_) => "UNSUPPORTED",
             Self::Invalid(_) => "INVALID",
@@ -203,9 +229,9 @@ impl DriverError {
         self.waits_for_host() || matches!(self, Self::Backend { .. })
     }
 
-    /// Whether it is the host that lacks something: to be waited for, however long it takes.
+    /// Whether it is the host or the backend that lacks something: to be waited for, however long it takes.
     pub fn waits_for_host(&self) -> bool {
-        matches!(self, Self::Exhausted(_) | Self::NoSpace(_))
+        matches!(self, Self::Exhausted(_) | Self::NoSpace(_) | Self::Unreachable(_))
     }
 }
 
@@ -252,6 +278,9 @@ pub enum Exit {
     Panic(String),
     /// The compute vanished or was killed.
     Lost(String),
+    /// What it ran under ended or was told to end it (a container engine that restarts, a host that lost its power): no
+    /// fault of its own, so what was wanted of it still is.
+    Interrupted(String),
 }
 
 impl Exit {

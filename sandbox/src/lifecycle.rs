@@ -489,6 +489,11 @@ fn on_ended(state: &State, ended: &Ended, policy: RestartPolicy) -> Next {
     if ended.run != state.run || !alive {
         return Next::Same;
     }
+    if matches!(ended.exit, Exit::Interrupted(_)) {
+        // What was wanted still is. While it was on its way up, that goes on as it is.
+        let up = state.phase == Phase::Ready;
+        return if up { Next::To(state.boot(Phase::Starting, Keep::Disk)) } else { Next::Same };
+    }
     let by_itself = matches!(ended.exit, Exit::Code(_) | Exit::PowerOff);
     let restart = match policy {
         RestartPolicy::Always => true,
@@ -511,7 +516,7 @@ fn on_ended(state: &State, ended: &Ended, policy: RestartPolicy) -> Next {
         Exit::Code(code) => ("RUN_FAILED", format!("the main command ended with code {code}")),
         Exit::PowerOff => ("RUN_FAILED", "the guest switched itself off before it was ready".to_owned()),
         Exit::Panic(text) => ("KERNEL_PANIC", text.clone()),
-        Exit::Lost(text) => ("COMPUTE_LOST", text.clone()),
+        Exit::Lost(text) | Exit::Interrupted(text) => ("COMPUTE_LOST", text.clone()),
     };
     let step = if state.phase == Phase::Ready { "run" } else { "start" };
     let failure = Failure {
@@ -571,6 +576,8 @@ fn step_booting(state: &State, observed: &Observed) -> Step {
         ),
         Observed::Running { run, agent: true } if *run == state.run => Step::Happened(Event::Started(*run)),
         Observed::Running { run, agent: false } if *run == state.run => Step::Start(state.keep),
+        // What is left of it is put down, and it is started again.
+        Observed::Ended(Ended { exit: Exit::Interrupted(_), .. }) => Step::Stop(Keep::Disk),
         Observed::Ended(ended) if ended.run == state.run => Step::Happened(Event::Ended(ended.clone())),
         // An older life: put down first. It may have written to the disk, so no memory image outlives it.
         Observed::Running { .. } | Observed::Ended(_) => Step::Stop(Keep::Disk),

@@ -28,7 +28,7 @@ use crate::{
     failpoint::hit,
     id::{Run, SandboxId},
     lifecycle::Keep,
-    spec::SandboxSpec,
+    spec::{Egress, SandboxSpec},
 };
 
 /// The verbs that can be made to fail.
@@ -103,6 +103,8 @@ struct World {
     last_run: Run,
     /// How a run ends as soon as it is up.
     ends: Option<Exit>,
+    #[serde(default)]
+    egress: Option<Egress>,
     #[serde(skip)]
     busy: u32,
 }
@@ -175,7 +177,9 @@ impl Inner {
 pub struct SimDriver {
     inner: Mutex<Inner>,
     hints: broadcast::Sender<SandboxId>,
+    shortages: broadcast::Sender<SandboxId>,
     disks_held: AtomicBool,
+    grows_running: AtomicBool,
 }
 
 /// Notes that a verb is no longer under way, also when its future is dropped.
@@ -198,6 +202,11 @@ impl Drop for Busy<'_> {
 }
 
 impl SimDriver {
+    /// Where a sandbox may send to, as far as it was told.
+    pub fn egress(&self, id: &SandboxId) -> Option<Egress> {
+        self.lock().worlds.get(id)?.egress.clone()
+    }
+
     /// A world with nothing in it.
     pub fn new(script: Script) -> Arc<Self> {
         Self::with(script, [], None)
@@ -229,8 +238,9 @@ impl SimDriver {
             violations,
             keeper,
         };
-        let (hints, disks_held) = (broadcast::channel(4096).0, AtomicBool::new(false));
-        Arc::new(Self { inner: Mutex::new(inner), hints, disks_held })
+        let (hints, shortages) = (broadcast::channel(4096).0, broadcast::channel(16).0);
+        let (disks_held, grows_running) = Default::default();
+        Arc::new(Self { inner: Mutex::new(inner), hints, shortages, disks_held, grows_running })
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -342,6 +352,16 @@ impl SimDriver {
     /// Operations on disks come to no end from now on, or do so again. Those that can be cancelled still can.
     pub fn hold_disks(&self, hold: bool) {
         self.disks_held.store(hold, Ordering::SeqCst);
+    }
+
+    /// Disks can grow while something runs on them from now on, or can't.
+    pub fn grow_running(&self, can: bool) {
+        self.grows_running.store(can, Ordering::SeqCst);
+    }
+
+    /// The host has no room for what this one writes. False: nobody listens.
+    pub fn starve(&self, id: &SandboxId) -> bool {
+        self.shortages.send(id.clone()).is_ok()
     }
 
     /// Waits while disks are held. False: cancelled.
@@ -456,6 +476,7 @@ impl ComputeDriver for SimDriver {
                 world.disk_id = disk_id;
                 world.disk_bytes = spec.resources.disk_bytes;
                 world.ends = ends(&spec.command);
+                world.egress = spec.egress.clone();
                 inner.keep(id);
                 Change::Done
             }
@@ -463,6 +484,16 @@ impl ComputeDriver for SimDriver {
         drop(busy);
         hit("sim.create.made")?;
         self.end_verb(done)
+    }
+
+    async fn adjust(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+        let mut inner = self.lock();
+        let Some(world) = inner.worlds.get_mut(id).filter(|world| world.egress != spec.egress) else {
+            return Ok(Change::Already);
+        };
+        world.egress = spec.egress.clone();
+        inner.keep(id);
+        Ok(Change::Done)
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {
@@ -608,6 +639,11 @@ impl ComputeDriver for SimDriver {
         Box::pin(stream.filter_map(|hint| async { hint.ok() }))
     }
 
+    fn shortages(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
+        let stream = tokio_stream::wrappers::BroadcastStream::new(self.shortages.subscribe());
+        Box::pin(stream.filter_map(|id| async { id.ok() }))
+    }
+
     async fn agent(&self, _id: &SandboxId) -> Result<tonic::transport::Channel, DriverError> {
         Err(DriverError::Unsupported("the sim driver has no agent".to_owned()))
     }
@@ -651,7 +687,15 @@ impl DiskCare for SimDriver {
 
     async fn grow(&self, id: &SandboxId, bytes: u64) -> Result<u64, DriverError> {
         let _busy = self.begin(Verb::Disk, id).await?;
-        let (_, present) = self.disk(id)?;
+        let present = match self.disk(id) {
+            Err(DriverError::Locked { .. }) if self.grows_running.load(Ordering::SeqCst) => {
+                self.lock().worlds.get(id).map_or(0, |world| world.disk_bytes)
+            }
+            Err(DriverError::Locked { .. }) => {
+                return Err(DriverError::Unsupported("a disk that something runs on".to_owned()));
+            }
+            other => other?.1,
+        };
         if bytes < present {
             return Err(DriverError::Invalid(format!("{bytes} bytes are less than the disk's {present}")));
         }

@@ -54,6 +54,84 @@ pub struct SandboxSpec {
     /// A kernel file on the host in place of the gateway's own.
     #[serde(default)]
     pub kernel: Option<String>,
+    /// Where it may send to; none: where the gateway's configuration says, as it is at the time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress: Option<Egress>,
+    /// What it mounts of the host, beside its workspace. Never removed with it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<Volume>,
+}
+
+/// A volume of a container engine or a folder of the host in a sandbox.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Volume {
+    /// The name of a volume, which is made when it isn't there, or the absolute path of a folder or file, which must be.
+    pub source: String,
+    /// Where, in the sandbox: an absolute path.
+    pub target: String,
+    /// It can't be written to there.
+    #[serde(default)]
+    pub read_only: bool,
+}
+
+impl Volume {
+    /// Whether it is a folder or file of the host, and not a volume by name.
+    pub fn is_bind(&self) -> bool {
+        self.source.starts_with('/')
+    }
+
+    fn validate(&self) -> Result<(), InvalidSpec> {
+        let quoted = |text: &str| text.escape_debug().to_string();
+        let named = || {
+            let first = self.source.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
+            first
+                && self.source.len() <= 128
+                && self.source.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+        };
+        let clean = |path: &str| {
+            path.len() <= 4096
+                && !path.chars().any(char::is_control)
+                && !path.split('/').any(|part| part == "..")
+        };
+        if !(self.is_bind() && clean(&self.source) || named()) {
+            return wrong(
+                "volumes",
+                format!("'{}' is neither an absolute path nor the name of a volume", quoted(&self.source)),
+            );
+        }
+        if !self.target.starts_with('/')
+            || !clean(&self.target)
+            || self.target.trim_end_matches('/').is_empty()
+        {
+            return wrong(
+                "volumes",
+                format!("'{}' is no absolute path below the sandbox's root", quoted(&self.target)),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Most volumes of a sandbox.
+const MAX_VOLUMES: usize = 32;
+
+/// Where a sandbox may send to. What the rules of an allow-list mean is the network's to say.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Egress {
+    /// Everywhere but to the host, to other sandboxes and to metadata services.
+    Open,
+    /// As open, without private networks.
+    Public,
+    /// Nowhere.
+    None,
+    /// To what a rule names.
+    Allow {
+        /// "192.0.2.0/24", "192.0.2.7:443/tcp".
+        rules: Vec<String>,
+        /// To name servers, too.
+        names: bool,
+    },
 }
 
 fn auto() -> String {
@@ -67,7 +145,7 @@ pub struct Resources {
     pub cpus: u32,
     /// Guest memory, bytes.
     pub memory_bytes: u64,
-    /// Virtual size of the root disk, bytes.
+    /// Virtual size of the root disk, bytes; 0: the driver gives it none of its own, and no limit.
     pub disk_bytes: u64,
 }
 
@@ -142,6 +220,13 @@ impl SandboxSpec {
         {
             return wrong("kernel", "the path of a kernel must be absolute");
         }
+        if self.volumes.len() > MAX_VOLUMES {
+            return wrong(
+                "volumes",
+                format!("{} volumes; at most {MAX_VOLUMES} are possible", self.volumes.len()),
+            );
+        }
+        self.volumes.iter().try_for_each(Volume::validate)?;
         if self.stop_grace > Duration::from_secs(3600) {
             return wrong("stop_grace", "at most one hour");
         }
@@ -187,7 +272,7 @@ impl Resources {
                 format!("{} asked for; the host has {}", size(self.memory_bytes), size(host.memory_bytes));
             return wrong("resources.memory_bytes", problem);
         }
-        if !(MIN_DISK..=MAX_DISK).contains(&self.disk_bytes) {
+        if self.disk_bytes != 0 && !(MIN_DISK..=MAX_DISK).contains(&self.disk_bytes) {
             let problem = format!(
                 "{} asked for; {} to {} are possible",
                 size(self.disk_bytes),
@@ -291,6 +376,8 @@ pub(crate) mod tests {
             stop_grace: Duration::from_secs(10),
             machine: "auto".into(),
             kernel: None,
+            egress: None,
+            volumes: vec![],
         }
     }
 
@@ -316,6 +403,27 @@ pub(crate) mod tests {
             let mut bad = spec();
             spoil(&mut bad);
             assert_eq!(bad.validate(HOST).unwrap_err().field, field);
+        }
+    }
+
+    #[test]
+    fn a_volume_is_a_name_or_a_path_and_leads_to_a_path_below_the_root() {
+        let of = |source: &str, target: &str| {
+            let volume = Volume { source: source.into(), target: target.into(), read_only: false };
+            SandboxSpec { volumes: vec![volume], ..spec() }.validate(HOST).is_ok()
+        };
+        assert!(of("cache", "/var/cache") && of("/srv/data", "/data"));
+        for (source, target) in [
+            ("", "/a"),
+            ("a b", "/a"),
+            ("-a", "/a"),
+            ("../a", "/a"),
+            ("/a/../b", "/a"),
+            ("a", "b"),
+            ("a", "/"),
+            ("a", "/b/.."),
+        ] {
+            assert!(!of(source, target), "{source} at {target}");
         }
     }
 

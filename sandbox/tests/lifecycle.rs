@@ -83,7 +83,7 @@ fn every_fact_in_every_phase_leads_where_the_contract_says() {
     use Phase::*;
     let ended = |exit: Exit| Event::Ended(Ended { run: Run(3), exit });
     type Row<'a> = (&'a str, Event, &'a [(Phase, Phase)]);
-    let facts: [Row<'_>; 8] = [
+    let facts: [Row<'_>; 9] = [
         ("created", Event::Created, &[]),
         ("started", Event::Started(Run(3)), &[(Provisioning, Ready), (Resuming, Ready), (Starting, Ready)]),
         ("started, an old run", Event::Started(Run(2)), &[]),
@@ -103,6 +103,7 @@ fn every_fact_in_every_phase_leads_where_the_contract_says() {
             ended(Exit::Lost("x".into())),
             &[(Provisioning, Error), (Ready, Error), (Resuming, Error), (Starting, Error)],
         ),
+        ("interrupted", ended(Exit::Interrupted("x".into())), &[(Ready, Starting)]),
         ("host restarted", Event::HostRestarted, &[(Ready, Starting)]),
     ];
     for (name, event, moves) in facts {
@@ -284,7 +285,7 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
         4 => (0..REQUESTS.len() - 1).prop_map(Act::Ask),
         1 => Just(Act::Ask(REQUESTS.len() - 1)),
         8 => any::<bool>().prop_map(|fault| Act::Turn { fault }),
-        1 => (0..4u8).prop_map(Act::End),
+        1 => (0..5u8).prop_map(Act::End),
         1 => Just(Act::Vanish),
         1 => Just(Act::HostRestart),
         1 => Just(Act::LateWord),
@@ -297,6 +298,7 @@ fn exit(kind: u8) -> Exit {
         0 => Exit::Code(0),
         1 => Exit::Code(1),
         2 => Exit::PowerOff,
+        3 => Exit::Interrupted("y".into()),
         _ => Exit::Lost("x".into()),
     }
 }

@@ -42,6 +42,8 @@ impl Harness for Sim {
             stop_grace: Duration::from_secs(1),
             machine: "auto".into(),
             kernel: None,
+            egress: None,
+            volumes: Vec::new(),
         }
     }
 

@@ -23,6 +23,22 @@ install() {
     die "apt-get install ${missing[*]} failed"
 }
 
+# install_engines NAME...: docker or podman. Their packages would start services, which change the host's network: they
+# are kept from it, and tests start engines of their own (tests/engines/engine).
+install_engines() {
+  local name program policy=/usr/sbin/policy-rc.d ours='' code=0
+  for name; do
+    program=$([ "$name" = docker ] && echo dockerd=docker.io || echo "$name=$name")
+    if [ ! -e $policy ] && ! command -v "${program%%=*}" >/dev/null 2>&1; then
+      ours=yes
+      printf '#!/bin/sh\nexit 101\n' >$policy && chmod 755 $policy
+    fi
+    (install "$program") || code=$?
+    [ -z "$ours" ] || rm -f $policy
+    [ $code -eq 0 ] || exit $code
+  done
+}
+
 # Packages lists are needed for the guest's kernel and for images, even when every program is there.
 fresh_lists() {
   apt-cache show linux-image-amd64 >/dev/null 2>&1 || { say "apt-get update"; apt-get update -qq >/dev/null; }

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests: what goes wrong here fails the test, loudly")]
 
+pub mod engine;
+
 use std::{
     fs,
     os::unix::fs::symlink,
@@ -126,7 +128,30 @@ pub struct Host {
 impl Host {
     /// A gateway with the image "tiny".
     pub fn new() -> Self {
-        let host = Self::empty("");
+        Self::with("")
+    }
+
+    /// The same with more configuration (TOML, before the first table).
+    pub fn with(more: &str) -> Self {
+        let host = Self::empty(more);
+        host.ok(&["image", "import", "tiny", shared().dir.join("tree").to_str().unwrap()]);
+        host
+    }
+
+    /// A gateway of container drivers only, the first of these engines its default, with the image "tiny".
+    pub fn on(engines: &[&engine::Engine]) -> Self {
+        Self::of(&[], engines)
+    }
+
+    /// A gateway of these drivers and those of the engines, with the image "tiny".
+    pub fn of(drivers: &[&str], engines: &[&engine::Engine]) -> Self {
+        let names = drivers.iter().copied().chain(engines.iter().map(|engine| engine.name));
+        let names: Vec<String> = names.map(|name| format!("'{name}'")).collect();
+        let mut more = format!("drivers = [{}]\n", names.join(", "));
+        for engine in engines {
+            more.push_str(&format!("[{}]\nsocket = '{}'\n", engine.name, engine.socket().display()));
+        }
+        let host = Self::empty(&more);
         host.ok(&["image", "import", "tiny", shared().dir.join("tree").to_str().unwrap()]);
         host
     }

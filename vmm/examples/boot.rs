@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let plan = Plan {
         cpus,
         memory_bytes: mib << 20,
-        huge_pages: false,
+        huge_pages: torpor_vmm_api::HugePages::Default,
         kernel,
         initramfs,
         command_line: word()?,

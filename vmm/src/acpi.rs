@@ -60,7 +60,7 @@ pub struct Platform<'a> {
     pub devices: &'a [Announced],
 }
 
-/// What belongs at [`layout::RESET_VECTOR`]: code for real mode that writes [`RESET_VALUE`] to [`RESET`].
+/// What belongs at [`layout::RESET_VECTOR`]: code for real mode that writes the reset value to the reset register.
 ///
 /// Linux on hardware-reduced ACPI doesn't reset by the register, but by UEFI, and where there is none by a jump to the
 /// firmware (arch/x86/kernel/reboot.c, `efi_reboot_required`). Without code there the CPU would run through zeros for ever.

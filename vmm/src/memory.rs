@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
+use torpor_vmm_api::HugePages;
 use torpor_vmm_devices::Memory;
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
@@ -56,11 +57,11 @@ pub fn ranges(bytes: u64) -> Vec<(u64, u64)> {
 }
 
 impl Ram {
-    /// Maps RAM. No page of it is there before it is touched, unless `huge_pages` asks for reserved ones.
+    /// Maps RAM. No page of it is there before it is touched, unless reserved huge pages are asked for.
     ///
     /// # Errors
     /// [`MemoryError`].
-    pub fn new(bytes: u64, huge_pages: bool) -> Result<Self, MemoryError> {
+    pub fn new(bytes: u64, huge_pages: HugePages) -> Result<Self, MemoryError> {
         if bytes == 0 || !bytes.is_multiple_of(LARGE_PAGE as u64) || bytes > 1 << 46 {
             return Err(MemoryError::Size(bytes));
         }
@@ -103,7 +104,8 @@ impl Drop for Ram {
     }
 }
 
-fn map(bytes: usize, huge: bool) -> Result<MmapRegion<()>, MemoryError> {
+fn map(bytes: usize, huge_pages: HugePages) -> Result<MmapRegion<()>, MemoryError> {
+    let huge = huge_pages == HugePages::Reserved;
     let failed = |source| MemoryError::Map { bytes, huge, source };
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let mut flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -135,6 +137,10 @@ fn map(bytes: usize, huge: bool) -> Result<MmapRegion<()>, MemoryError> {
         // SAFETY: it is our mapping; the advice changes what forks and core dumps see. Failing, it changes nothing.
         unsafe { libc::madvise(start, bytes, advice) };
     }
+    if huge_pages == HugePages::Advised {
+        // SAFETY: as above. A host that has none to give says so, and the guest gets small pages.
+        unsafe { libc::madvise(start, bytes, libc::MADV_HUGEPAGE) };
+    }
     // SAFETY: the mapping is there, of that size, and `Ram` unmaps it only when no region refers to it.
     unsafe { MmapRegion::build_raw(start.cast(), bytes, protection, flags) }
         .map_err(|error| MemoryError::Regions(error.to_string()))
@@ -154,7 +160,7 @@ mod tests {
     #[test]
     fn memory_has_a_hole_below_4_gib_and_costs_nothing_until_it_is_touched() {
         let before = resident_pages();
-        let ram = Ram::new(5 << 30, false).unwrap();
+        let ram = Ram::new(5 << 30, HugePages::Default).unwrap();
         let pieces: Vec<_> =
             ram.memory().iter().map(|region| (region.start_addr().0, region.len())).collect();
         assert_eq!(pieces, [(0, LOW_RAM_LIMIT), (HIGH_RAM, (5 << 30) - LOW_RAM_LIMIT)]);
@@ -165,7 +171,7 @@ mod tests {
 
     #[test]
     fn mappings_are_aligned_for_large_pages_and_gone_when_the_last_user_is() {
-        let ram = Ram::new(4 << 20, false).unwrap();
+        let ram = Ram::new(4 << 20, HugePages::Default).unwrap();
         let address = ram.memory().get_host_address(GuestAddress(0)).unwrap() as usize;
         assert_eq!(address % LARGE_PAGE, 0);
         ram.memory().write_obj(7_u64, GuestAddress(8)).unwrap();
@@ -175,10 +181,33 @@ mod tests {
     }
 
     #[test]
+    fn advice_for_huge_pages_reaches_the_kernel_and_is_not_there_by_default() {
+        for (huge_pages, advised) in [(HugePages::Default, false), (HugePages::Advised, true)] {
+            let ram = Ram::new(4 << 20, huge_pages).unwrap();
+            let address = ram.memory().get_host_address(GuestAddress(0)).unwrap() as usize;
+            // VmFlags of the mapping: "hg" (proc(5)).
+            let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+            let mut inside = false;
+            let flags = smaps.lines().find_map(|line| {
+                if let Some((start, _)) = line.split_once('-')
+                    && let Ok(start) = usize::from_str_radix(start, 16)
+                {
+                    inside = start <= address && address < start + (4 << 20);
+                }
+                line.strip_prefix("VmFlags:").filter(|_| inside)
+            });
+            match flags {
+                Some(flags) => assert_eq!(flags.split(' ').any(|flag| flag == "hg"), advised, "{flags}"),
+                None => println!("SKIP advice_for_huge_pages: this kernel shows no flags of mappings"),
+            }
+        }
+    }
+
+    #[test]
     fn odd_sizes_and_missing_huge_pages_are_refused_with_the_way_out() {
-        assert!(matches!(Ram::new(0, false), Err(MemoryError::Size(0))));
-        assert!(matches!(Ram::new((2 << 20) + 4096, false), Err(MemoryError::Size(_))));
-        let huge = Ram::new(1 << 40, true).unwrap_err().to_string();
+        assert!(matches!(Ram::new(0, HugePages::Default), Err(MemoryError::Size(0))));
+        assert!(matches!(Ram::new((2 << 20) + 4096, HugePages::Default), Err(MemoryError::Size(_))));
+        let huge = Ram::new(1 << 40, HugePages::Reserved).unwrap_err().to_string();
         assert!(huge.contains("vm.nr_hugepages"), "{huge}");
     }
 }

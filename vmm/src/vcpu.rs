@@ -51,6 +51,10 @@ impl Surroundings for Ending {
     fn device_broken(&self, device: &str, reason: &str) {
         self.inner.device_broken(device, reason);
     }
+
+    fn disk_full(&self, device: &str, full: bool) {
+        self.inner.disk_full(device, full);
+    }
 }
 
 /// What all CPU threads and their owner share.

@@ -28,7 +28,7 @@ struct Guest {
 }
 
 fn guest(subject: &dyn Subject, script: &[Step]) -> Guest {
-    let ram = Ram::new(MEMORY, false).unwrap();
+    let ram = Ram::new(MEMORY, torpor_vmm_api::HugePages::Default).unwrap();
     let entry = load(&ram, &elf(&assemble(script), None)).unwrap();
     let vm = subject.hypervisor(script).create_vm(ram.memory(), 1).unwrap();
     let vcpu = vm.create_vcpu(0, Start::Entry(entry)).unwrap();

@@ -10,7 +10,7 @@ use torpor_vmm::memory::Ram;
 use vm_memory::{Bytes as _, GuestAddress};
 
 fn ram() -> Ram {
-    Ram::new(MEMORY, false).unwrap()
+    Ram::new(MEMORY, torpor_vmm_api::HugePages::Default).unwrap()
 }
 
 /// A bzImage with one setup sector, a kernel of 4 KiB that wants to be at 1 MiB, and needs 64 KiB there.

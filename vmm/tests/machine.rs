@@ -22,7 +22,7 @@ fn plan(script: &[Step]) -> Plan {
     Plan {
         cpus: 1,
         memory_bytes: MEMORY,
-        huge_pages: false,
+        huge_pages: torpor_vmm_api::HugePages::Default,
         kernel: file(&elf(&assemble(script), None)),
         initramfs: None,
         command_line: String::new(),

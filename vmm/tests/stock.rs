@@ -112,7 +112,7 @@ fn start(stock: &Stock, cpus: u8, words: &str) -> Running {
     let plan = Plan {
         cpus,
         memory_bytes: 128 << 20,
-        huge_pages: false,
+        huge_pages: torpor_vmm_api::HugePages::Default,
         kernel: file(&stock.kernel),
         initramfs: Some(file(&stock.initramfs)),
         command_line: format!("console=ttyS0 quiet cryptomgr.notests panic=-1 {words}"),

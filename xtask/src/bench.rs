@@ -34,7 +34,7 @@ pub fn machines(what: &str) -> Result<(), String> {
         cargo.current_dir(root());
         cargo
     };
-    run(cargo().args(["build", "--quiet", "--locked", "--release", "--package", "torpor-vmm"]))?;
+    let vmm = agent::static_program("torpor-vmm")?;
     let guest = agent::static_program("torpor-test-guest")?;
     let built = run(cargo().args([
         "bench",
@@ -56,21 +56,47 @@ pub fn machines(what: &str) -> Result<(), String> {
         .filter(|message| message["target"]["name"] == "machines")
         .find_map(|message| message["executable"].as_str().map(PathBuf::from))
         .ok_or("cargo did not say where the benchmark is")?;
-    let target = agent::target_dir();
-    let vmm = target.join("release/torpor-vmm");
-    let mut command = Command::new(root().join("tests/box/box"));
-    command.args(["--timeout", "900", "--mem", "3072"]);
-    for folder in [root(), target.clone()] {
-        if folder.starts_with("/tmp") || folder.starts_with("/run") {
-            command.arg("--show").arg(folder);
-        }
-    }
+    let mut command = in_box();
     for (name, path) in [("VMM", &vmm), ("GUEST", &guest), ("KERNEL", &kernel()?)] {
         command.args(["--env", &format!("TORPOR_BENCH_{name}={}", path.display())]);
     }
     command.arg("--").arg(program).arg(what);
+    finish(command)
+}
+
+/// A box that sees the programs.
+fn in_box() -> Command {
+    let mut command = Command::new(root().join("tests/box/box"));
+    command.args(["--timeout", "900", "--mem", "3072"]);
+    for folder in [root(), agent::target_dir()] {
+        if folder.starts_with("/tmp") || folder.starts_with("/run") {
+            command.arg("--show").arg(folder);
+        }
+    }
+    command
+}
+
+fn finish(mut command: Command) -> Result<(), String> {
     let status = command.status().map_err(|e| format!("tests/box/box: {e}"))?;
     if status.success() { Ok(()) } else { Err(format!("the benchmark in the box: {status}")) }
+}
+
+/// Builds the product in release form and runs tests/benches/ready.
+pub fn ready() -> Result<(), String> {
+    // There is no package source in the box: a kernel as the gateway keeps it is taken from the tests.
+    let kernels = agent::target_dir().join("debug/torpor-tests/kernels");
+    if !kernels.join("default.json").is_file() {
+        return Err(format!("there is no guest kernel in {}: run ./check 2 once", kernels.display()));
+    }
+    let mut cargo = Command::new("cargo");
+    cargo.args(["build", "--quiet", "--locked", "--release", "--package", "torpor-cli"]).current_dir(root());
+    run(&mut cargo)?;
+    agent::build("release")?;
+    let vmm = agent::static_program("torpor-vmm")?;
+    let mut command = in_box();
+    command.arg("--").arg(root().join("tests/benches/ready"));
+    command.args([agent::target_dir().join("release/torpor"), vmm, kernels]);
+    finish(command)
 }
 
 /// Builds and runs gateway/benches/gateway.rs; the figures go to standard output as they come.

@@ -32,13 +32,25 @@ const ARROWS: &[(&str, &[&str])] = &[
             "torpor-vmm-api",
         ],
     ),
+    (
+        "torpor-driver-container",
+        // The last for tests: it starts engines.
+        &["torpor-sandbox", "torpor-proto", "torpor-agent-channel", "torpor-tests"],
+    ),
     ("torpor-vmm-api", &[]),
     ("torpor-vmm-devices", &["torpor-overlay", "torpor-vmm-api"]),
     ("torpor-vmm-jail", &["torpor-vmm-api"]),
     ("torpor-vmm", &["torpor-overlay", "torpor-vmm-api", "torpor-vmm-devices", "torpor-vmm-jail"]),
     (
         "torpor-gateway",
-        &["torpor-sandbox", "torpor-proto", "torpor-netpool", "torpor-images", "torpor-driver-vm"],
+        &[
+            "torpor-sandbox",
+            "torpor-proto",
+            "torpor-netpool",
+            "torpor-images",
+            "torpor-driver-vm",
+            "torpor-driver-container",
+        ],
     ),
     ("torpor-sdk", &["torpor-proto"]),
     ("torpor-cli", &["torpor-proto", "torpor-sdk", "torpor-sandbox", "torpor-gateway"]),

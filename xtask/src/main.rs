@@ -14,9 +14,12 @@ usage: cargo xtask COMMAND
 
   agent [PROFILE]   build the static guest agent and put it where `torpor serve` of that profile (debug, release)
                     finds it; default: debug
+  vmm               build torpor-vmm in release form as a static program, and say where it is: a third of a start is
+                    the dynamic linker's otherwise
   guest             build the static program that is the guest in tests of machines, and say where it is
   bench boot        torpor-vmm beside QEMU in the box: process start to a bare payload's first byte and to /init
   bench disk        the same: direct I/O in the guest on an overlay, queue depth 1
+  bench ready       `torpor create`, `suspend` and `resume` in the box, on both machines, from the command to its end
   bench gateway     20,000 sandboxes of the sim driver beside the project's goals (TORPOR_BENCH_SANDBOXES: another number)
   bench memory      the same: the process's memory beside its guest's, and its work while the guest idles
   check             arrows between crates, file lengths, SAFETY comments, licenses of dependencies
@@ -28,8 +31,10 @@ fn main() -> ExitCode {
     let done = match words.as_slice() {
         ["agent"] => agent::build("debug"),
         ["agent", profile @ ("debug" | "release")] => agent::build(profile),
+        ["vmm"] => agent::static_program("torpor-vmm").map(|path| println!("{}", path.display())),
         ["guest"] => agent::static_program("torpor-test-guest").map(|path| println!("{}", path.display())),
         ["bench", what @ ("boot" | "disk" | "memory")] => bench::machines(what),
+        ["bench", "ready"] => bench::ready(),
         ["bench", "gateway"] => bench::gateway(),
         ["check"] => check::run(),
         [] | ["help" | "--help"] => {

@@ -7,6 +7,7 @@ use torpor_sdk::{Goal, v1};
 
 use super::{
     Outcome,
+    network::EgressArgs,
     verb::{Patience, Results, await_one},
 };
 use crate::{failure::Failure, parse, session::Session};
@@ -54,6 +55,12 @@ pub struct CreateArgs {
     /// How long processes may take to end at suspend, stop and delete, as in 10s.
     #[arg(long, value_name = "TIME", value_parser = parse::duration)]
     stop_grace: Option<Duration>,
+    /// A volume of the engine by its name, or a folder of the gateway's host, in the sandbox; for containers. May be
+    /// repeated.
+    #[arg(long = "volume", value_name = "SOURCE:TARGET[:ro]", value_parser = parse::volume)]
+    volumes: Vec<v1::Volume>,
+    #[command(flatten)]
+    egress: EgressArgs,
     #[command(flatten)]
     patience: Patience,
     /// Main command, run at every boot. Without one the sandbox idles until it is used.
@@ -108,6 +115,10 @@ fn request(session: &Session, args: CreateArgs) -> Result<v1::CreateSandboxReque
         Machine::Qemu => "qemu",
         Machine::Kvm => "kvm",
     };
+    let mut volumes = args.volumes;
+    for volume in volumes.iter_mut().filter(|volume| volume.source.contains('/')) {
+        volume.source = session.host_path(&volume.source)?;
+    }
     let stop_grace = args.stop_grace.map(prost_types::Duration::try_from).transpose();
     let spec = v1::SandboxSpec {
         image: args.image.unwrap_or_default(),
@@ -120,6 +131,8 @@ fn request(session: &Session, args: CreateArgs) -> Result<v1::CreateSandboxReque
         driver: args.driver.unwrap_or_default(),
         machine: machine.to_owned(),
         kernel: args.kernel.map(|k| session.host_path(&k)).transpose()?.unwrap_or_default(),
+        egress: args.egress.wanted()?,
+        volumes,
         stop_grace: stop_grace.map_err(|e| Failure::usage(format!("--stop-grace: {e}")))?,
     };
     Ok(v1::CreateSandboxRequest {

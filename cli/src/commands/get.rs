@@ -9,6 +9,7 @@ use crate::{
     failure::Failure,
     output::{
         Format, clean_block,
+        network::Egress,
         table::{age, fields},
         view,
     },
@@ -57,6 +58,7 @@ fn human(sandbox: &v1::Sandbox) -> String {
         ("Command", spec.command.iter().map(|a| quoted(a)).collect::<Vec<_>>().join(" ")),
         ("Restart", format!("{} ({} so far)", view::restart_policy(&spec), status.restart_count)),
         ("Resources", resources(&spec)),
+        ("Egress", Egress::of(&spec, &status).map(|egress| egress.line()).unwrap_or_default()),
     ]);
     out.push_str(&host(status.host.as_ref()));
     out.push_str(&disk(status.disk.as_ref(), status.flushed));

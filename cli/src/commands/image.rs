@@ -21,8 +21,10 @@ use crate::{
 pub enum ImageCommand {
     /// Build one of the known images from packages.
     Build(BuildArgs),
-    /// Make an image of a root file system: a tar file or a directory on the gateway's host.
+    /// Make an image of a root file system, a tar file or a directory on the gateway's host, for every driver.
     Import(ImportArgs),
+    /// Have the docker or podman driver fetch an image from its registry.
+    Pull(PullArgs),
     /// List images.
     #[command(visible_alias = "ls")]
     List,
@@ -49,6 +51,15 @@ pub struct ImportArgs {
     name: String,
     /// The tar file or directory.
     path: String,
+}
+
+#[derive(Args)]
+pub struct PullArgs {
+    /// The image, as its registry knows it: docker.io/library/alpine:3.
+    image: String,
+    /// Which driver fetches it; the gateway's default when left out.
+    #[arg(long, default_value = "", hide_default_value = true)]
+    driver: String,
 }
 
 #[derive(Args)]
@@ -84,6 +95,11 @@ pub async fn run(session: &Session, command: ImageCommand) -> Outcome {
             let request = v1::ImportImageRequest { name: args.name.clone(), path };
             let stream = session.connect().await?.import_image(request).await?;
             follow(session, &args.name, stream).await
+        }
+        ImageCommand::Pull(args) => {
+            let request = v1::PullImageRequest { image: args.image.clone(), driver: args.driver };
+            let stream = session.connect().await?.pull_image(request).await?;
+            follow(session, &args.image, stream).await
         }
         ImageCommand::List => list(session).await,
         ImageCommand::Rm(args) => remove(session, args).await,

@@ -44,11 +44,15 @@ fn human(session: &Session, info: &v1::InfoResponse) -> String {
         let slots =
             format!("{} of {} slots used, {} set aside", c.slots_used, c.slots_total, c.slots_quarantined);
         let total = bytes(c.memory_total_bytes);
+        let cpus = match c.resources.iter().find(|resource| resource.name == "cpus") {
+            Some(cpus) => format!("{}, {} of {} lent", c.cpus_total, cpus.used, cpus.capacity),
+            None => c.cpus_total.to_string(),
+        };
         out.push_str(&fields([
             ("Sandboxes", c.sandboxes.to_string()),
             ("Network", slots),
             ("Memory", format!("{} of {total} lent", torpor_sandbox::spec::size(c.memory_used_bytes))),
-            ("CPUs", c.cpus_total.to_string()),
+            ("CPUs", cpus),
         ]));
     }
     out

@@ -9,6 +9,8 @@ mod disk;
 #[cfg(feature = "gateway")]
 pub mod doctor;
 mod exec;
+mod expose;
+mod forward;
 mod get;
 mod history;
 mod image;
@@ -16,6 +18,7 @@ mod info;
 mod list;
 mod logs;
 mod man;
+mod network;
 mod recover;
 mod resume;
 #[cfg(feature = "gateway")]
@@ -113,6 +116,12 @@ pub enum Verb {
     Logs(logs::LogsArgs),
     /// Show the phases that a sandbox went through.
     History(history::HistoryArgs),
+    /// Show or change where a sandbox may send to.
+    Network(network::NetworkArgs),
+    /// Make a port of a sandbox one of the gateway's host, also while the sandbox sleeps.
+    Expose(expose::ExposeArgs),
+    /// Carry connections from here to ports of a ready sandbox.
+    Forward(forward::ForwardArgs),
     /// Show, check, grow, compact or export the disk of a sandbox.
     Disk(disk::DiskArgs),
 }
@@ -151,6 +160,9 @@ async fn run_verb(session: &Session, verb: Verb) -> Outcome {
         Verb::Watch(args) => watch::run(session, args).await,
         Verb::Logs(args) => logs::run(session, args).await,
         Verb::History(args) => history::run(session, args).await,
+        Verb::Network(args) => network::run(session, args).await,
+        Verb::Expose(args) => expose::run(session, args).await,
+        Verb::Forward(args) => forward::run(session, args).await,
         Verb::Disk(args) => disk::run(session, args).await,
     }
 }

@@ -1,6 +1,7 @@
 //! Printing: tables for people, JSON and YAML for programs.
 
 pub mod disk;
+pub mod network;
 pub mod table;
 pub mod view;
 

@@ -6,13 +6,13 @@ use prost_types::Timestamp;
 use serde::Serialize;
 use torpor_sdk::{phase, v1};
 
-use super::disk::HostDisk;
+use super::{disk::HostDisk, network::Egress};
 
-pub(super) fn text(text: &str) -> Option<String> {
+pub fn text(text: &str) -> Option<String> {
     (!text.is_empty()).then(|| text.to_owned())
 }
 
-fn time(time: Option<&Timestamp>) -> Option<String> {
+pub(super) fn time(time: Option<&Timestamp>) -> Option<String> {
     time.map(ToString::to_string)
 }
 
@@ -35,6 +35,8 @@ pub struct Sandbox {
     environment: BTreeMap<String, String>,
     restart_policy: &'static str,
     resources: Resources,
+    egress: Option<Egress>,
+    volumes: Vec<Volume>,
     host: Option<Host>,
     disk: Option<Disk>,
     failure: Option<Failure>,
@@ -45,6 +47,13 @@ pub struct Sandbox {
     boot_id: Option<String>,
     then: Option<String>,
     step: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Volume {
+    source: String,
+    target: String,
+    read_only: bool,
 }
 
 #[derive(Serialize)]
@@ -122,6 +131,7 @@ impl From<&v1::Sandbox> for Sandbox {
         let spec = sandbox.spec.clone().unwrap_or_default();
         let status = sandbox.status.clone().unwrap_or_default();
         let resources = spec.resources.unwrap_or_default();
+        let egress = Egress::of(&spec, &status);
         Self {
             id: sandbox.id.clone(),
             name: sandbox.name.clone(),
@@ -143,6 +153,8 @@ impl From<&v1::Sandbox> for Sandbox {
                 memory_bytes: resources.memory_bytes,
                 disk_bytes: resources.disk_bytes,
             },
+            egress,
+            volumes: spec.volumes.into_iter().map(Volume::from).collect(),
             host: status.host.as_ref().map(Host::from),
             disk: status.disk.as_ref().map(Disk::from),
             failure: status.failure.as_ref().map(Failure::from),
@@ -154,6 +166,12 @@ impl From<&v1::Sandbox> for Sandbox {
             then: text(&status.then),
             step: text(&status.step),
         }
+    }
+}
+
+impl From<v1::Volume> for Volume {
+    fn from(volume: v1::Volume) -> Self {
+        Self { source: volume.source, target: volume.target, read_only: volume.read_only }
     }
 }
 
@@ -285,6 +303,16 @@ struct Capacity {
     memory_used_bytes: u64,
     cpus_total: u32,
     sandboxes: u64,
+    resources: Vec<Resource>,
+}
+
+#[derive(Serialize)]
+struct Resource {
+    name: String,
+    capacity: u64,
+    used: u64,
+    free: u64,
+    quarantined: u64,
 }
 
 /// `info -o json`.
@@ -312,6 +340,13 @@ impl From<&v1::InfoResponse> for Info {
             machine: text(&d.machine),
             notice: text(&d.notice),
         };
+        let resource = |r: &v1::Resource| Resource {
+            name: r.name.clone(),
+            capacity: r.capacity,
+            used: r.used,
+            free: r.free,
+            quarantined: r.quarantined,
+        };
         let capacity = |c: &v1::Capacity| Capacity {
             slots_total: c.slots_total,
             slots_used: c.slots_used,
@@ -320,6 +355,7 @@ impl From<&v1::InfoResponse> for Info {
             memory_used_bytes: c.memory_used_bytes,
             cpus_total: c.cpus_total,
             sandboxes: c.sandboxes,
+            resources: c.resources.iter().map(resource).collect(),
         };
         Self {
             version: info.version.clone(),

@@ -8,6 +8,7 @@ mod fake;
 #[cfg(feature = "gateway")]
 mod gateway;
 mod lifecycle;
+mod network;
 mod output;
 mod services;
 mod terminal;

@@ -52,6 +52,7 @@ impl Sandboxes for Service {
     type WatchStream = Stream<v1::SandboxEvent>;
     type ExecStream = Stream<v1::ExecOutput>;
     type LogsStream = Stream<v1::LogChunk>;
+    type ForwardStream = Stream<v1::ForwardOutput>;
     type CompactDiskStream = Stream<v1::CompactDiskProgress>;
     type ExportDiskStream = Stream<v1::ExportDiskChunk>;
 
@@ -206,6 +207,70 @@ impl Sandboxes for Service {
         Ok(Response::new(v1::HistoryResponse { transitions: (from..to).map(row).collect(), next_page_token }))
     }
 
+    async fn set_egress(&self, request: Request<v1::SetEgressRequest>) -> Answer<v1::Sandbox> {
+        let request = request.into_inner();
+        let target = target(request.target);
+        self.note("egress", &target.sandbox, &target.request_id)?;
+        let sandbox = self.find(&target.sandbox)?;
+        let spec = v1::SandboxSpec { egress: request.egress, ..sandbox.spec.clone().unwrap_or_default() };
+        Ok(Response::new(self.put(v1::Sandbox { spec: Some(spec), ..sandbox })))
+    }
+
+    async fn expose(&self, request: Request<v1::ExposeRequest>) -> Answer<v1::ExposedPort> {
+        let request = request.into_inner();
+        self.note("expose", &request.sandbox, &request.host)?;
+        Ok(Response::new(exposed(&self.find(&request.sandbox)?, request.port, request.wake)))
+    }
+
+    async fn list_exposed(
+        &self,
+        request: Request<v1::ListExposedRequest>,
+    ) -> Answer<v1::ListExposedResponse> {
+        let name = request.into_inner().sandbox;
+        self.note("exposed", &name, "")?;
+        let ports = match name.as_str() {
+            "" => Vec::new(),
+            name => vec![exposed(&self.find(name)?, 80, true)],
+        };
+        Ok(Response::new(v1::ListExposedResponse { ports }))
+    }
+
+    async fn unexpose(&self, request: Request<v1::UnexposeRequest>) -> Answer<v1::UnexposeResponse> {
+        let request = request.into_inner();
+        self.note("unexpose", &request.sandbox, &request.port.to_string())?;
+        Ok(Response::new(v1::UnexposeResponse { removed: request.port == 80 }))
+    }
+
+    /// Gives back what it gets, in upper case.
+    async fn forward(&self, request: Request<Streaming<v1::ForwardInput>>) -> Answer<Self::ForwardStream> {
+        use v1::{forward_input, forward_output::Kind};
+        let mut inputs = request.into_inner();
+        let first = inputs.message().await?.and_then(|m| m.kind);
+        let Some(forward_input::Kind::Start(start)) = first else {
+            return Err(Status::invalid_argument("the first input must be start"));
+        };
+        self.note("forward", &start.sandbox, &start.port.to_string())?;
+        let (sender, receiver) = mpsc::channel(4);
+        tokio::spawn(async move {
+            let say = |kind| sender.send(Ok(v1::ForwardOutput { kind: Some(kind) }));
+            let _ = say(Kind::Connected(v1::ForwardConnected { run: 1 })).await;
+            while let Some(Ok(message)) = inputs.next().await {
+                match message.kind {
+                    Some(forward_input::Kind::Data(data)) => {
+                        let _ = say(Kind::Data(data.to_ascii_uppercase().into())).await;
+                    }
+                    Some(forward_input::Kind::Close(_)) => {
+                        let _ = say(Kind::Data("the end".into())).await;
+                        let _ = say(Kind::Close(v1::ForwardClose {})).await;
+                        return;
+                    }
+                    _ => {}
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
     async fn get_disk(&self, request: Request<v1::GetDiskRequest>) -> Answer<v1::DiskReport> {
         let request = request.into_inner();
         self.note("disk", &request.sandbox, if request.check { "check" } else { "" })?;
@@ -238,6 +303,17 @@ impl Sandboxes for Service {
         self.note("export", &request.sandbox, request.format().as_str_name())?;
         let sandbox = self.find(&request.sandbox)?;
         Ok(Response::new(disk::send(disk::export(&sandbox.name))))
+    }
+}
+
+fn exposed(sandbox: &v1::Sandbox, port: u32, wake: bool) -> v1::ExposedPort {
+    v1::ExposedPort {
+        sandbox_id: sandbox.id.clone(),
+        sandbox: sandbox.name.clone(),
+        port,
+        host: "127.0.0.1:40000".into(),
+        wake,
+        ..Default::default()
     }
 }
 
@@ -340,6 +416,7 @@ pub fn pattern(from: usize, len: usize) -> Vec<u8> {
 impl Images for Service {
     type BuildStream = Stream<v1::ImageProgress>;
     type ImportStream = Stream<v1::ImageProgress>;
+    type PullStream = Stream<v1::ImageProgress>;
 
     async fn list(&self, _: Request<v1::ListImagesRequest>) -> Answer<v1::ListImagesResponse> {
         Ok(Response::new(v1::ListImagesResponse { images: vec![image("debian")] }))
@@ -349,6 +426,12 @@ impl Images for Service {
         let request = request.into_inner();
         self.note("build", &request.recipe, &request.packages.join(","))?;
         Ok(Response::new(steps(image(&request.recipe)).await))
+    }
+
+    async fn pull(&self, request: Request<v1::PullImageRequest>) -> Answer<Self::PullStream> {
+        let request = request.into_inner();
+        self.note("pull", &request.image, &request.driver)?;
+        Ok(Response::new(steps(image(&request.image)).await))
     }
 
     async fn import(&self, request: Request<v1::ImportImageRequest>) -> Answer<Self::ImportStream> {

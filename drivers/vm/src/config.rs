@@ -2,7 +2,7 @@
 
 use std::{net::Ipv4Addr, path::PathBuf, time::Duration};
 
-use torpor_netpool::PoolConfig;
+use torpor_netpool::{PoolConfig, Topology};
 
 /// Longest path of a Unix socket, bytes (unix(7): sun_path has 108 with the closing NUL).
 const MAX_SOCKET_PATH: usize = 107;
@@ -39,6 +39,13 @@ pub struct VmConfig {
     pub nameservers: Vec<Ipv4Addr>,
     /// How TAPs, addresses and CIDs follow from slots.
     pub pool: PoolConfig,
+    /// CPU time that a VM may use for each of its virtual CPUs, in percent of a host's CPU; 0: as much as there is. What its
+    /// devices need comes on top.
+    pub cpu_quota_percent: u32,
+    /// Whether VMs stay on the CPUs that they were lent.
+    pub pin: bool,
+    /// How the host's CPUs lie together, where the memory of a pinned VM shall come from the nodes of its CPUs.
+    pub topology: Option<Topology>,
 }
 
 impl VmConfig {
@@ -60,6 +67,9 @@ impl VmConfig {
             boot_timeout: Duration::from_secs(60),
             nameservers: Vec::new(),
             pool: PoolConfig::default(),
+            cpu_quota_percent: 100,
+            pin: true,
+            topology: None,
         }
     }
 

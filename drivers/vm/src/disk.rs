@@ -1,4 +1,4 @@
-//! Looking after the workspace disks of sandboxes that nothing runs.
+//! Looking after the workspace disks of sandboxes, of which nearly all needs one that nothing runs.
 //!
 //! Each operation holds the sandbox's turn, so that a verb waits for it, and the overlay's lock. It does not hold the step:
 //! what `observe` sees (a disk, and no run) stays true all the time.
@@ -22,7 +22,11 @@ use torpor_sandbox::{
     },
 };
 
-use crate::{driver::VmDriver, errors, host::Host};
+use crate::{
+    driver::{Turn, VmDriver},
+    errors,
+    host::Host,
+};
 
 /// What an overlay's tables count in, bytes.
 const CLUSTER: u64 = 64 << 10;
@@ -50,8 +54,20 @@ impl DiskCare for VmDriver {
     }
 
     async fn grow(&self, id: &SandboxId, bytes: u64) -> Result<u64, DriverError> {
-        let wanted = id.clone();
-        self.at_rest(id, move |host| grow(host, &wanted, bytes)).await
+        let (turn, wanted) = (self.turn(id).await, id.clone());
+        let Some(vm) = self.live(id).await?.filter(|vm| vm.seen().exit.is_none()) else {
+            return self.at_rest_in(turn, move |host| grow(host, &wanted, bytes)).await;
+        };
+        let size = vm.grow_disk(bytes).await?;
+        let noted = self.step(id, &turn, move |host| {
+            host.store.note_disk_size(&wanted, size)?;
+            host.store.spec(&wanted)
+        });
+        // The guest's file system follows when its agent is configured again; at its next start, if not now.
+        if let Err(why) = vm.settle_in(&self.host, &noted.await?).await {
+            tracing::warn!(sandbox = %id, why, "the disk is larger, but its file system is not yet");
+        }
+        Ok(size)
     }
 
     async fn compact(
@@ -77,7 +93,15 @@ impl VmDriver {
         id: &SandboxId,
         work: impl FnOnce(&Host) -> Result<T, DriverError> + Send + 'static,
     ) -> Result<T, DriverError> {
-        let (turn, host) = (self.turn(id).await, self.host.clone());
+        self.at_rest_in(self.turn(id).await, work).await
+    }
+
+    async fn at_rest_in<T: Send + 'static>(
+        &self,
+        turn: Turn,
+        work: impl FnOnce(&Host) -> Result<T, DriverError> + Send + 'static,
+    ) -> Result<T, DriverError> {
+        let host = self.host.clone();
         self.blocking(move || {
             let _turn = turn;
             work(&host)

@@ -1,7 +1,7 @@
 //! The verbs.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     pin::Pin,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -15,7 +15,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::BroadcastStream;
 use tonic::transport::Channel;
-use torpor_netpool::Ledger;
+use torpor_netpool::{GuestNet, Ledger};
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DiskCare, DriverError, Ended, Exit, Facts, Observed, Run, SandboxId,
     SandboxSpec, Stopped,
@@ -27,6 +27,7 @@ use torpor_sandbox::{
 use crate::{
     assets::Assets,
     config::{ConfigError, VmConfig},
+    egress, errors,
     host::Host,
     live::Live,
     machine::Machines,
@@ -78,8 +79,12 @@ pub struct VmDriver {
     pub(crate) host: Arc<Host>,
     probe: Probe,
     pub(crate) hints: broadcast::Sender<SandboxId>,
+    /// Whose disks the host has no room for.
+    pub(crate) shortages: broadcast::Sender<SandboxId>,
     pub(crate) live: Live,
     locks: Mutex<HashMap<SandboxId, Locks>>,
+    /// Whose loan, process and TAP did not agree at the last sweep.
+    pub(crate) odd: Mutex<BTreeSet<SandboxId>>,
     /// Last: given up when all else is. Not the host's, which outlives the driver in steps that nobody waits for any more.
     _owner: Owner,
 }
@@ -121,9 +126,9 @@ impl VmDriver {
         let machines = Machines::open(&config, &probe)?;
         tracing::info!(machine = machines.choice(), "the machine of sandboxes that name none");
         let host = Arc::new(Host::new(&config, store, assets, ledger, machines));
-        let (hints, _) = broadcast::channel(HINTS);
-        let (live, locks) = Default::default();
-        Ok(Arc::new(Self { config, host, probe, hints, live, locks, _owner: owner }))
+        let ((hints, _), (shortages, _)) = (broadcast::channel(HINTS), broadcast::channel(HINTS));
+        let (live, locks, odd) = Default::default();
+        Ok(Arc::new(Self { config, host, probe, hints, shortages, live, locks, odd, _owner: owner }))
     }
 
     /// What was found out about this host's KVM.
@@ -137,6 +142,11 @@ impl VmDriver {
             locks.retain(|_, locks| locks.in_use());
         }
         locks.entry(id.clone()).or_default().clone()
+    }
+
+    /// Whether a verb or a step of it is under way, or waits.
+    pub(crate) fn is_busy(&self, id: &SandboxId) -> bool {
+        self.locks.lock().unwrap_or_else(PoisonError::into_inner).get(id).is_some_and(Locks::in_use)
     }
 
     /// Waits for the verb or the dangling step before.
@@ -343,7 +353,13 @@ impl ComputeDriver for VmDriver {
     }
 
     fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
+        egress::of_spec(self.host.pool(), spec)?;
         self.host.machines.get(&spec.machine, spec.resources.cpus)?;
+        if !spec.volumes.is_empty() {
+            return Err(DriverError::Unsupported(
+                "volumes: a virtual machine mounts nothing of the host".into(),
+            ));
+        }
         match spec.kernel.as_deref().map(std::fs::metadata) {
             Some(Err(error)) => Err(DriverError::Invalid(format!(
                 "kernel: '{}': {error}",
@@ -366,6 +382,32 @@ impl ComputeDriver for VmDriver {
             host.store.create(&wanted, &spec, &base)
         })
         .await
+    }
+
+    async fn adjust(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+        let wanted = egress::of_spec(self.host.pool(), spec)?;
+        let holds = |vm: &Vm| vm.net().is_none_or(|net| net.egress.as_ref() == Some(&wanted));
+        // Asked for again and again: the stored spec is looked at when something runs by another policy, or nothing runs.
+        if self.watched(id).is_some_and(|vm| holds(&vm)) {
+            return Ok(Change::Already);
+        }
+        let turn = self.turn(id).await;
+        let (wanted_id, own) = (id.clone(), spec.egress.clone());
+        let noted = self.step(id, &turn, move |host| host.store.note_egress(&wanted_id, &own)).await?;
+        let Some(vm) = self.live(id).await?.filter(|vm| !holds(vm) && !vm.seen().gone) else {
+            return Ok(noted);
+        };
+        hit("vm.adjust.noted")?;
+        let Some(net) = vm.net() else { return Ok(noted) };
+        self.step(id, &turn, move |host| {
+            let guest = GuestNet { egress: Some(wanted.clone()), ..net }.guest();
+            host.network.firewall().add(&guest).map_err(errors::net("replace the egress policy"))?;
+            vm.set_egress(wanted);
+            hit("vm.adjust.replaced")?;
+            vm.dir.write_record(&vm.record_now())
+        })
+        .await?;
+        Ok(Change::Done)
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {
@@ -452,6 +494,11 @@ impl ComputeDriver for VmDriver {
         Box::pin(BroadcastStream::new(self.hints.subscribe()).filter_map(|hint| async { hint.ok() }))
     }
 
+    fn shortages(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
+        // What is missed is said again.
+        Box::pin(BroadcastStream::new(self.shortages.subscribe()).filter_map(|id| async { id.ok() }))
+    }
+
     async fn agent(&self, id: &SandboxId) -> Result<Channel, DriverError> {
         self.live(id).await?.map(|vm| vm.channel.clone()).ok_or(DriverError::Missing)
     }
@@ -511,7 +558,8 @@ fn observe_leftovers(dir: &RunDir) -> Observed {
 /// Reads the process's memory use, which blocks.
 fn host_facts(vm: &Vm) -> HostFacts {
     let record = &vm.record;
-    let net = record.net.as_ref();
+    let net = vm.net();
+    let net = net.as_ref();
     HostFacts {
         pid: vm.handle.identity().pid,
         tap: net.map(|net| net.tap.clone()).unwrap_or_default(),

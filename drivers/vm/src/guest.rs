@@ -1,6 +1,9 @@
 //! What is said to a guest's agent at its start and at its end.
 
-use std::time::{Duration, SystemTime};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tonic::Code;
@@ -43,6 +46,19 @@ impl Vm {
                 ready.unwrap_or_else(|_| Err(format!("the agent did not answer within {} s", limit.as_secs())))
             }
         }
+    }
+
+    /// Configures a guest that works once more, so that it takes in what has changed around it: its file system grows to
+    /// its disk. The error says what was seen instead.
+    pub(crate) async fn settle_in(
+        self: &Arc<Self>,
+        host: &Arc<Host>,
+        spec: &SandboxSpec,
+    ) -> Result<(), String> {
+        let (host, vm) = (Arc::clone(host), Arc::clone(self));
+        let network = tokio::task::spawn_blocking(move || vm.network(&host)).await;
+        let network = network.map_err(|error| error.to_string())?;
+        self.wait_ready(spec, network, CONFIGURE).await
     }
 
     async fn configure(&self, spec: &SandboxSpec, network: Option<Network>) -> Result<(), String> {
@@ -90,7 +106,7 @@ impl Vm {
             address: format!("{}/{}", net.guest_ip, net.prefix),
             gateway: net.host_ip.to_string(),
             mtu: host.mtu(),
-            nameservers: host.nameservers(),
+            nameservers: host.nameservers(net.host_ip),
             search_domains: Vec::new(),
         })
     }
@@ -177,7 +193,7 @@ fn describe(exit: &torpor_sandbox::Exit) -> String {
     match exit {
         Exit::Code(code) => format!("the main command ended with code {code}"),
         Exit::PowerOff => "the guest switched itself off".to_owned(),
-        Exit::Panic(text) | Exit::Lost(text) => text.clone(),
+        Exit::Panic(text) | Exit::Lost(text) | Exit::Interrupted(text) => text.clone(),
     }
 }
 

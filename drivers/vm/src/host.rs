@@ -4,14 +4,14 @@ use std::{
     net::Ipv4Addr,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, RwLock},
 };
 
 use torpor_netpool::{
-    Egress, GuestNet, Ledger, Loan, PoolConfig,
+    Egress, GuestNet, Ledger, Loan, PoolConfig, Topology,
     linux::{
-        Cgroup, CgroupLimits, CgroupParent, CgroupProbe, Forwarding, Network, TapOptions, effective_mtu,
-        enable_forwarding, host_nameservers, keep_open_in_child, pin, uplink,
+        Cgroup, CgroupLimits, CgroupParent, CgroupProbe, CpuMax, Forwarding, Network, TapOptions,
+        effective_mtu, enable_forwarding, keep_open_in_child, pin, uplink,
     },
 };
 use torpor_overlay::Lock;
@@ -20,8 +20,9 @@ use torpor_sandbox::{DriverError, Run, SandboxId, SandboxSpec, failpoint::hit};
 use crate::{
     assets::{Assets, BootFiles},
     config::VmConfig,
-    errors,
+    egress, errors,
     machine::{Launch, Machine, Machines},
+    names::Names,
     process::{self, Handle, Identity},
     rundir::{Record, RunDir, host_boot},
     store::Store,
@@ -30,9 +31,10 @@ use crate::{
 
 /// Threads of a VM process beyond one per CPU: main loop, block workers, RCU.
 const THREADS: u64 = 128;
+/// CPU time for the devices of a VM, in percent of a host's CPU, beside that of its virtual CPUs.
+const DEVICES_PERCENT: u32 = 25;
 /// What of a console outlives its run, bytes.
 const KEPT_CONSOLE: usize = 64 << 10;
-const RESOLV_CONF: &str = "/etc/resolv.conf";
 
 /// What a run is started with; all of it was checked.
 #[derive(Debug)]
@@ -49,16 +51,22 @@ pub(crate) struct Prepared {
 pub(crate) struct Host {
     run_dir: PathBuf,
     pool: PoolConfig,
-    nameservers: Vec<String>,
+    names: Names,
     pub(crate) store: Store,
     pub(crate) assets: Assets,
     pub(crate) ledger: Arc<dyn Ledger>,
     pub(crate) machines: Machines,
     first_uid: u32,
+    cpu_quota_percent: u32,
+    pin: bool,
+    topology: Option<Topology>,
     pub(crate) network: Network,
     pub(crate) cgroups: Option<CgroupParent>,
     /// The firewall's table and forwarding were seen to be there.
     ready: Mutex<bool>,
+    /// Held for reading while objects of a run are made or removed, for writing by a sweep: what it sees and what it
+    /// removes is nobody's at the time.
+    pub(crate) objects: RwLock<()>,
 }
 
 impl Host {
@@ -79,15 +87,19 @@ impl Host {
         Self {
             run_dir: config.run_dir.clone(),
             pool: config.pool.clone(),
-            nameservers: config.nameservers.iter().map(ToString::to_string).collect(),
+            names: Names::new(&config.pool, &config.nameservers),
             store,
             assets,
             ledger,
             machines,
             first_uid: config.first_uid,
+            cpu_quota_percent: config.cpu_quota_percent,
+            pin: config.pin,
+            topology: config.topology.clone(),
             network: Network::new(&config.pool),
             cgroups,
             ready: Mutex::new(false),
+            objects: RwLock::new(()),
         }
     }
 
@@ -109,23 +121,9 @@ impl Host {
         effective_mtu(&self.pool, uplink(&self.pool).ok().flatten().as_ref())
     }
 
-    /// Name servers for guests.
-    pub(crate) fn nameservers(&self) -> Vec<String> {
-        if !self.nameservers.is_empty() {
-            return self.nameservers.clone();
-        }
-        match host_nameservers(Path::new(RESOLV_CONF)) {
-            Ok(found) => {
-                if let Some(warning) = found.warning {
-                    tracing::warn!(%warning, "name servers of guests");
-                }
-                found.servers.iter().map(ToString::to_string).collect()
-            }
-            Err(error) => {
-                tracing::warn!(%error, "guests get no name servers");
-                Vec::new()
-            }
-        }
+    /// Name servers for the guest behind this gateway address.
+    pub(crate) fn nameservers(&self, gateway: Ipv4Addr) -> Vec<String> {
+        self.names.of_guest(gateway)
     }
 
     /// Everything that can be checked before anything is borrowed. May take long: a base that changed its time stamps
@@ -147,7 +145,8 @@ impl Host {
             let text = format!("what was lent to {id} is for run {}, not for run {run}", loan.run);
             return Err(DriverError::Exhausted(text));
         }
-        let net = self.net_of(&loan)?;
+        let egress = Some(egress::of_spec(&self.pool, &spec)?);
+        let net = GuestNet { egress, ..self.net_of(&loan)? };
         let boot = self.assets.boot(spec.kernel.as_deref().map(Path::new))?;
         let machine = self.machines.get(&spec.machine, spec.resources.cpus)?;
         Ok(Prepared { spec, loan, net, base, boot, machine })
@@ -166,7 +165,16 @@ impl Host {
     /// The egress policy that the loan's run was started with; none that is known: the pool's.
     pub(crate) fn egress(&self, loan: &Loan) -> Option<Egress> {
         let id = loan.sandbox_id.parse().ok()?;
-        self.run_dir(&id).record().ok().flatten()?.net.map(|net| net.egress)
+        self.record(&self.run_dir(&id)).ok().flatten()?.net?.egress
+    }
+
+    /// The record of a start. One that knows of no policy was written when all had the pool's.
+    fn record(&self, dir: &RunDir) -> Result<Option<Record>, DriverError> {
+        let mut record = dir.record()?;
+        if let Some(net) = record.as_mut().and_then(|record| record.net.as_mut()) {
+            net.egress.get_or_insert_with(|| self.pool.egress.clone());
+        }
+        Ok(record)
     }
 
     /// Makes the VM process and all that it needs. When it fails, [`Host::release`] gives back what was made.
@@ -200,12 +208,15 @@ impl Host {
         tracing::debug!(sandbox = %id, %run, generation, "disk in order");
         hit("vm.launch.disk")?;
         self.ready()?;
+        let objects = self.objects.read().unwrap_or_else(PoisonError::into_inner);
         let (mtu, uid) = (self.mtu(), self.uid(&prepared.loan));
         let options = TapOptions { owner_uid: uid, mtu: Some(mtu), vnet_hdr: true, ..TapOptions::default() };
         let tap = self.network.attach(&prepared.net, &options).map_err(errors::net("attach the network"))?;
         hit("vm.launch.network")?;
         let (memory, disk) = (prepared.loan.memory_bytes, prepared.spec.resources.disk_bytes);
-        let cgroup = self.make_cgroup(id, &prepared.loan, prepared.machine.headroom(memory, disk))?;
+        let headroom = prepared.machine.headroom(memory, disk);
+        let cgroup = self.make_cgroup(id, &prepared.loan, prepared.spec.resources.cpus, headroom)?;
+        drop(objects);
         hit("vm.launch.cgroup")?;
         // The program's arguments need the TAP's number, which is known once the command has the TAP.
         let mut command = command(&dir, lock)?;
@@ -274,7 +285,8 @@ impl Host {
         if let Some(cgroup) = cgroup {
             cgroup.add(pid).map_err(errors::net("put the VM into its cgroup"))?;
         }
-        if !loan.cpus.is_empty()
+        if self.pin
+            && !loan.cpus.is_empty()
             && let Err(error) = pin(pid, &loan.cpus)
         {
             tracing::warn!(sandbox = %record.sandbox, %error, "the VM runs on any CPU");
@@ -285,9 +297,8 @@ impl Host {
     /// The firewall's table and forwarding, once per life of the gateway.
     pub(crate) fn ready(&self) -> Result<(), DriverError> {
         // Guests may ask the name servers that they are given, whatever network these are in.
-        let servers: Vec<Ipv4Addr> =
-            self.nameservers().iter().filter_map(|server| server.parse().ok()).collect();
-        let changed = self.network.firewall().set_names(&servers, self.pool.dns_port);
+        let names = self.names.look();
+        let changed = self.network.firewall().set_names(&names.resolvers, names.port);
         let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
         if *ready && !changed {
             return Ok(());
@@ -311,15 +322,30 @@ impl Host {
         (self.first_uid != 0).then(|| self.first_uid.saturating_add(loan.slot.0))
     }
 
-    fn make_cgroup(&self, id: &SandboxId, loan: &Loan, headroom: u64) -> Result<Option<Cgroup>, DriverError> {
+    fn make_cgroup(
+        &self,
+        id: &SandboxId,
+        loan: &Loan,
+        cpus: u32,
+        headroom: u64,
+    ) -> Result<Option<Cgroup>, DriverError> {
         let Some(parent) = &self.cgroups else { return Ok(None) };
-        let limits = CgroupLimits {
-            cpus: (!loan.cpus.is_empty()).then(|| loan.cpus.clone()),
+        let limits = self.limits(loan, cpus, headroom);
+        parent.create(id.as_str(), &limits).map(Some).map_err(errors::net("make the VM's cgroup"))
+    }
+
+    fn limits(&self, loan: &Loan, cpus: u32, headroom: u64) -> CgroupLimits {
+        let pinned = self.pin && !loan.cpus.is_empty();
+        let nodes = self.topology.as_ref().map(|topology| topology.nodes_of(&loan.cpus));
+        let quota = cpus.max(1).saturating_mul(self.cpu_quota_percent).saturating_add(DEVICES_PERCENT);
+        CgroupLimits {
+            cpus: pinned.then(|| loan.cpus.clone()),
+            memory_nodes: nodes.filter(|nodes| pinned && !nodes.is_empty()),
             memory_max: Some(loan.memory_bytes.saturating_add(headroom)),
             pids_max: Some(THREADS + loan.cpus.len() as u64),
-            ..CgroupLimits::default()
-        };
-        parent.create(id.as_str(), &limits).map(Some).map_err(errors::net("make the VM's cgroup"))
+            cpu_max: (self.cpu_quota_percent > 0).then(|| CpuMax::percent(quota)),
+            cpu_weight: None,
+        }
     }
 
     /// Takes over what a process that went while no gateway watched has left: how its guest ended, and its console.
@@ -345,6 +371,7 @@ impl Host {
             Some(net) => Some(net),
             None => self.loan(id)?.map(|loan| self.net_of(&loan)).transpose()?,
         };
+        let objects = self.objects.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(net) = net {
             self.network.detach(&net).map_err(errors::net("release the network"))?;
         }
@@ -354,6 +381,7 @@ impl Host {
         {
             cgroup.remove().map_err(errors::net("remove the VM's cgroup"))?;
         }
+        drop(objects);
         hit("vm.release.cgroup")?;
         let console = dir.console(KEPT_CONSOLE);
         if !console.is_empty()
@@ -380,7 +408,7 @@ impl Host {
     /// The process of the sandbox, whatever the record says or doesn't say.
     pub(crate) fn find(&self, id: &SandboxId) -> Result<Option<(Record, Handle)>, DriverError> {
         let dir = self.run_dir(id);
-        let record = dir.record().ok().flatten();
+        let record = self.record(&dir).ok().flatten();
         let same_boot = record.as_ref().is_some_and(|record| record.host_boot == host_boot());
         let known = record.as_ref().and_then(|record| record.process).filter(|_| same_boot);
         let found = match known {
@@ -410,6 +438,9 @@ impl Host {
     /// What is known of a process whose record is lost.
     fn made_up(&self, id: &SandboxId, run: Run, identity: Identity) -> Record {
         let loan = self.loan(id).ok().flatten();
+        let spec = self.store.spec(id).ok();
+        let own = spec.and_then(|spec| egress::of_spec(&self.pool, &spec).ok());
+        let with_own = |net: GuestNet| GuestNet { egress: own.or_else(|| net.egress.clone()), ..net };
         let machine = self.machines.of_process(identity.pid);
         Record {
             sandbox: id.clone(),
@@ -418,7 +449,7 @@ impl Host {
             label: machine.label().to_owned(),
             host_boot: host_boot(),
             process: Some(identity),
-            net: loan.as_ref().and_then(|loan| self.net_of(loan).ok()),
+            net: loan.as_ref().and_then(|loan| self.net_of(loan).ok()).map(with_own),
             cpus: loan.as_ref().map(|loan| loan.cpus.to_string()).unwrap_or_default(),
             memory_bytes: loan.map_or(0, |loan| loan.memory_bytes),
             // Not known: a guest that may hold data is given the time to save it.

@@ -76,7 +76,7 @@ impl VmDriver {
         let id = record.sandbox.clone();
         let dir = self.host.run_dir(&id);
         let machine = self.host.machines.of_record(&record.machine);
-        let vm = Vm::watch(record, dir, handle, exit, machine, self.hints.clone());
+        let vm = Vm::watch(record, dir, handle, exit, machine, self.hints.clone(), self.shortages.clone());
         self.map().insert(id, Arc::clone(&vm));
         vm
     }

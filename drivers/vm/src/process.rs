@@ -115,6 +115,34 @@ pub(crate) fn find(id: &SandboxId) -> io::Result<Option<(Identity, Run)>> {
     Ok(None)
 }
 
+/// Every VM process on the host, of whatever gateway: its sandbox and pid. Reads all of /proc.
+///
+/// # Errors
+/// /proc can't be listed, or a process in it can't be looked at.
+pub(crate) fn all() -> io::Result<Vec<(SandboxId, u32)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let name = entry?.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Some(arguments) = read_of(pid, "cmdline")? else { continue };
+        if let Some(id) = sandbox_in_arguments(&arguments)
+            && Identity::of(pid)?.is_some()
+        {
+            found.push((id, pid));
+        }
+    }
+    Ok(found)
+}
+
+/// The sandbox that a VM process's arguments name.
+fn sandbox_in_arguments(arguments: &[u8]) -> Option<SandboxId> {
+    let mut words =
+        arguments.split(|byte| *byte == 0).map(|word| std::str::from_utf8(word).unwrap_or_default());
+    let marker = words.by_ref().skip_while(|word| *word != "-name").nth(1)?;
+    let id: SandboxId = marker.strip_prefix("torpor-")?.rsplit_once("-run-")?.0.parse().ok()?;
+    run_of_marker(&id, marker).map(|_| id)
+}
+
 /// A process that was seen to be the one that is meant, held by a descriptor.
 #[derive(Clone, Debug)]
 pub(crate) struct Handle {

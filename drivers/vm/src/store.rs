@@ -7,7 +7,7 @@ use std::{
 };
 
 use torpor_overlay::BaseIdentity;
-use torpor_sandbox::{Change, DriverError, SandboxId, SandboxSpec};
+use torpor_sandbox::{Change, DriverError, Egress, SandboxId, SandboxSpec};
 
 use crate::{
     assets::Base,
@@ -118,6 +118,17 @@ impl Store {
         }
         spec.resources.disk_bytes = bytes;
         write_json(&self.spec_path(id), &spec).map_err(errors::full)
+    }
+
+    /// Notes where a sandbox may send to from now on.
+    pub(crate) fn note_egress(&self, id: &SandboxId, egress: &Option<Egress>) -> Result<Change, DriverError> {
+        let mut spec = self.spec(id)?;
+        if spec.egress == *egress {
+            return Ok(Change::Already);
+        }
+        spec.egress.clone_from(egress);
+        write_json(&self.spec_path(id), &spec).map_err(errors::full)?;
+        Ok(Change::Done)
     }
 
     fn check_base(&self, overlay: &Path, identity: &BaseIdentity) -> Result<(), DriverError> {

@@ -1,14 +1,18 @@
 //! What earlier lives of the gateway left.
 
-use std::sync::Arc;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, PoisonError},
+};
 
-use torpor_netpool::{linux, sweep};
+use torpor_netpool::{Live, Process, Sweep, linux, sweep};
 use torpor_sandbox::{ComputeDriver as _, DriverError, SandboxId};
 
 use crate::{
     driver::VmDriver,
     errors,
     host::Host,
+    process,
     rundir::{self, host_boot},
 };
 
@@ -50,8 +54,42 @@ impl VmDriver {
                 Err(error) => lines.push(format!("{id}: {error}")),
             }
         }
-        let repairs = tokio::task::spawn_blocking(move || repair(&host)).await;
-        lines.extend(repairs.map_err(|error| DriverError::backend("sweep", error))??);
+        let repairs = tokio::task::spawn_blocking(move || {
+            let emptied = host.store.empty_trash();
+            let mut lines =
+                emptied.map_err(|source| DriverError::backend("list deleted sandboxes", source))?;
+            // Which VMs run is looked at one by one, above and by the gateway.
+            lines.extend(repair(&host, None)?.lines);
+            Ok::<_, DriverError>(lines)
+        });
+        lines.extend(repairs.await.map_err(|error| DriverError::backend("sweep", error))??);
+        Ok(lines)
+    }
+
+    /// Every few minutes: compares what is lent with what the kernel has and with the VM processes that live, each with
+    /// each, and repairs what can be repaired. Of the rest hints are given. Returns a line for each.
+    ///
+    /// # Errors
+    /// What can't be listed.
+    pub async fn sweep_kernel(&self) -> Result<Vec<String>, DriverError> {
+        let host = Arc::clone(&self.host);
+        let found = self
+            .blocking(move || {
+                let processes = processes(&host)?;
+                repair(&host, Some(processes))
+            })
+            .await?;
+        let mut lines = found.lines;
+        let odd: BTreeMap<SandboxId, String> = found.odd.into_iter().collect();
+        let before = std::mem::take(&mut *self.odd.lock().unwrap_or_else(PoisonError::into_inner));
+        for (id, line) in &odd {
+            // A start or a stop that is under way looks just like that, and is over by the next time.
+            if before.contains(id) && !self.is_busy(id) {
+                lines.push(line.clone());
+                let _nobody = self.hints.send(id.clone()).is_err();
+            }
+        }
+        *self.odd.lock().unwrap_or_else(PoisonError::into_inner) = odd.into_keys().collect();
         Ok(lines)
     }
 
@@ -66,7 +104,10 @@ impl VmDriver {
         let (tended, there) = self
             .blocking(move || {
                 // What can't be mended of the rest keeps no guest's element from being put back.
+                // Name servers may have changed, and with them whom guests may ask.
+                let ready = host.ready();
                 let tended = host.network.tend().map_err(errors::net("look after the network"));
+                let tended = ready.and(tended);
                 let there =
                     host.network.firewall().list().map_err(errors::net("list the firewall's elements"))?;
                 Ok((tended, there))
@@ -93,9 +134,9 @@ impl VmDriver {
     async fn put_elements_back(&self, there: &[torpor_netpool::Guest]) -> Result<Vec<String>, DriverError> {
         let mut lines = Vec::new();
         for vm in self.all_watched() {
-            let Some(guest) = vm.record.net.as_ref().map(torpor_netpool::GuestNet::guest) else { continue };
+            let guest = || vm.net().as_ref().map(torpor_netpool::GuestNet::guest);
             let id = &vm.record.sandbox;
-            if there.contains(&guest) {
+            if guest().is_none_or(|guest| there.contains(&guest)) {
                 continue;
             }
             // With the sandbox's turn in hand no stop takes the element away at the same time.
@@ -103,6 +144,8 @@ impl VmDriver {
             if self.watched(id).is_none_or(|now| !Arc::ptr_eq(&now, &vm)) {
                 continue;
             }
+            // What it may do may have changed while its turn was waited for.
+            let Some(guest) = guest() else { continue };
             let put_back = move |host: &Host| {
                 host.network.firewall().add(&guest).map_err(errors::net("put back the element"))
             };
@@ -140,23 +183,71 @@ impl VmDriver {
     }
 }
 
-/// Objects of the kernel against the loans.
-fn repair(host: &Host) -> Result<Vec<String>, DriverError> {
-    let emptied =
-        host.store.empty_trash().map_err(|source| DriverError::backend("list deleted sandboxes", source))?;
+/// What a comparison came to.
+struct Repaired {
+    /// A line for each repair, and for each loan that can't be told.
+    lines: Vec<String>,
+    /// Sandboxes whose VM process or TAP is not what their loan says, with a line for each.
+    odd: Vec<(SandboxId, String)>,
+}
+
+/// The VM processes of this driver's sandboxes.
+fn processes(host: &Host) -> Result<Vec<Process>, DriverError> {
+    let all = process::all().map_err(|source| DriverError::backend("look for VM processes", source))?;
+    let ours = all.into_iter().filter(|(id, _)| host.run_dir(id).exists() || host.store.exists(id));
+    let process = |(id, pid): (SandboxId, u32)| Process {
+        sandbox_id: id.to_string(),
+        pid: i32::try_from(pid).unwrap_or_default(),
+    };
+    Ok(ours.map(process).collect())
+}
+
+/// Objects of the kernel, and processes where these are known, against the loans.
+fn repair(host: &Host, processes: Option<Vec<Process>>) -> Result<Repaired, DriverError> {
     host.ready()?;
     let failed = |context| errors::net(context);
     let cgroups = host.cgroups.as_ref();
+    // No run makes or removes objects meanwhile.
+    let _objects = host.objects.write().unwrap_or_else(PoisonError::into_inner);
     // Objects first: a start writes its loan before it makes any.
     let live =
         linux::live(host.pool(), &host.network, cgroups).map_err(failed("list the network's objects"))?;
+    let live = Live { processes, ..live };
     let loans = host.ledger.all().map_err(errors::ledger)?;
-    let found = sweep(host.pool(), &loans, &live, &|loan| host.egress(loan));
-    let lines = found.lines();
-    let done = linux::apply(host.pool(), &host.network, cgroups, host.ledger.as_ref(), found.repairs);
-    let repairs = done.iter().map(|(repair, result)| match result {
-        Ok(()) => repair.to_string(),
-        Err(error) => format!("{repair}: failed: {error}"),
-    });
-    Ok(emptied.into_iter().chain(repairs).chain(lines).collect())
+    let mut found = sweep(host.pool(), &loans, &live, &|loan| host.egress(loan));
+    let done = linux::apply(
+        host.pool(),
+        &host.network,
+        cgroups,
+        host.ledger.as_ref(),
+        std::mem::take(&mut found.repairs),
+    );
+    let mut lines: Vec<String> = done
+        .iter()
+        .map(|(repair, result)| match result {
+            Ok(()) => repair.to_string(),
+            Err(error) => format!("{repair}: failed: {error}"),
+        })
+        .collect();
+    let mut odd = Vec::new();
+    let mut one = |id: &str, line: String| odd.extend(id.parse().ok().map(|id: SandboxId| (id, line)));
+    for loan in &found.without_tap {
+        let tap = host.pool().tap_name(loan.slot);
+        one(&loan.sandbox_id, format!("{}: has slot {}, but no tap {tap}", loan.sandbox_id, loan.slot.0));
+    }
+    // The words for these are the pool's own.
+    let ended = std::mem::take(&mut found.without_process);
+    let unknown = std::mem::take(&mut found.without_loan);
+    for loan in ended {
+        let id = loan.sandbox_id.clone();
+        let only = Sweep { without_process: vec![loan], ..Sweep::default() };
+        one(&id, only.lines().concat());
+    }
+    for process in unknown {
+        let id = process.sandbox_id.clone();
+        let only = Sweep { without_loan: vec![process], ..Sweep::default() };
+        one(&id, only.lines().concat());
+    }
+    lines.extend(found.lines());
+    Ok(Repaired { lines, odd })
 }

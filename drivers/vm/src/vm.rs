@@ -15,14 +15,15 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 use tonic::transport::Channel;
+use torpor_netpool::{Egress, GuestNet};
 use torpor_proto::agent::v1::{
     EventsRequest, StatusRequest, StatusResponse, agent_client::AgentClient, event,
 };
-use torpor_sandbox::{Exit, Run, SandboxId};
+use torpor_sandbox::{DriverError, Exit, Run, SandboxId};
 
 use crate::{
     agent,
-    machine::{GuestEnd, LastWords, Machine, Monitor},
+    machine::{GuestEnd, LastWords, Machine, Monitor, News},
     process::Handle,
     rundir::{Record, RunDir},
     words,
@@ -53,6 +54,8 @@ pub(crate) struct Seen {
 enum Ask {
     /// Take over what the guest wrote, then answer.
     Drain(oneshot::Sender<()>),
+    /// Make the disk so large, in bytes.
+    Grow(u64, oneshot::Sender<Result<u64, DriverError>>),
     Quit,
 }
 
@@ -65,6 +68,8 @@ pub(crate) struct Vm {
     pub(crate) channel: Channel,
     seen: watch::Receiver<Seen>,
     ask: mpsc::Sender<Ask>,
+    /// As it is now: its policy may change.
+    net: Mutex<Option<GuestNet>>,
     configured: AtomicBool,
     boot_id: Mutex<Option<String>>,
     tasks: Mutex<Vec<AbortHandle>>,
@@ -79,18 +84,20 @@ impl Vm {
         exit: Option<Exit>,
         machine: Arc<dyn Machine>,
         hints: broadcast::Sender<SandboxId>,
+        shortages: broadcast::Sender<SandboxId>,
     ) -> Arc<Self> {
         let channel = agent::channel(&machine.agent(dir.path()));
         let (seen_by, seen) = watch::channel(Seen { exit, ..Seen::default() });
         let (ask, asked) = mpsc::channel(8);
         let configured = AtomicBool::new(record.configured);
         let boot_id = Mutex::new(record.boot_id.clone());
-        let tasks = Mutex::default();
-        let vm = Arc::new(Self { record, dir, handle, channel, seen, ask, configured, boot_id, tasks });
+        let (tasks, net) = (Mutex::default(), Mutex::new(record.net.clone()));
+        let vm = Arc::new(Self { record, dir, handle, channel, seen, ask, net, configured, boot_id, tasks });
         let watcher = Watcher {
             vm: Arc::clone(&vm),
             machine,
             hints: hints.clone(),
+            shortages,
             seen: seen_by,
             asked,
             monitor: None,
@@ -126,6 +133,14 @@ impl Vm {
     /// Asks the machine to end its process in order.
     pub(crate) async fn quit(&self) {
         let _gone = self.ask.send(Ask::Quit).await.is_err();
+    }
+
+    /// Makes the disk larger under the running guest; its size then, bytes.
+    pub(crate) async fn grow_disk(&self, bytes: u64) -> Result<u64, DriverError> {
+        let (answer, answered) = oneshot::channel();
+        let lost = || DriverError::backend("grow the disk", "the VM is ending");
+        self.ask.send(Ask::Grow(bytes, answer)).await.map_err(|_| lost())?;
+        answered.await.map_err(|_| lost())?
     }
 
     /// Takes over what the guest wrote, if that can be done soon.
@@ -175,9 +190,26 @@ impl Vm {
 
     /// The record with what is known by now; none when that is what was read.
     pub(crate) fn news(&self) -> Option<Record> {
-        let record =
-            Record { configured: self.is_configured(), boot_id: self.boot_id(), ..self.record.clone() };
+        let record = self.record_now();
         (record != self.record).then_some(record)
+    }
+
+    /// The record with what is known by now.
+    pub(crate) fn record_now(&self) -> Record {
+        let (configured, boot_id, net) = (self.is_configured(), self.boot_id(), self.net());
+        Record { configured, boot_id, net, ..self.record.clone() }
+    }
+
+    /// Names and addresses, and where its guest may send to now.
+    pub(crate) fn net(&self) -> Option<GuestNet> {
+        lock(&self.net).clone()
+    }
+
+    /// What the firewall has been told.
+    pub(crate) fn set_egress(&self, egress: Egress) {
+        if let Some(net) = &mut *lock(&self.net) {
+            net.egress = Some(egress);
+        }
     }
 }
 
@@ -226,6 +258,7 @@ struct Watcher {
     vm: Arc<Vm>,
     machine: Arc<dyn Machine>,
     hints: broadcast::Sender<SandboxId>,
+    shortages: broadcast::Sender<SandboxId>,
     seen: watch::Sender<Seen>,
     asked: mpsc::Receiver<Ask>,
     monitor: Option<Box<dyn Monitor>>,
@@ -234,7 +267,7 @@ struct Watcher {
 /// What woke the watcher.
 enum Woken {
     ProcessEnded(Option<String>),
-    GuestEnded(io::Result<GuestEnd>),
+    News(io::Result<News>),
     Asked(Option<Ask>),
     Time,
 }
@@ -252,14 +285,17 @@ impl Watcher {
             let watching = self.seen.borrow().exit.is_none();
             let woken = tokio::select! {
                 status = &mut ended => Woken::ProcessEnded(status),
-                end = guest_end(&mut self.monitor), if watching => Woken::GuestEnded(end),
+                news = news(&mut self.monitor), if watching => Woken::News(news),
                 ask = self.asked.recv(), if asking => Woken::Asked(ask),
                 () = tokio::time::sleep_until(pause) => Woken::Time,
             };
             match woken {
                 Woken::ProcessEnded(status) => return self.process_ended(status).await,
-                Woken::GuestEnded(Ok(end)) => self.guest_ended(end).await,
-                Woken::GuestEnded(Err(_)) => self.monitor = None,
+                Woken::News(Ok(News::Ended(end))) => self.guest_ended(end).await,
+                Woken::News(Ok(News::DiskFull)) => {
+                    let _nobody = self.shortages.send(self.vm.record.sandbox.clone()).is_err();
+                }
+                Woken::News(Err(_)) => self.monitor = None,
                 Woken::Asked(Some(ask)) => self.answer(ask).await,
                 Woken::Asked(None) => asking = false,
                 Woken::Time if Instant::now() >= drain_at => {
@@ -294,6 +330,17 @@ impl Watcher {
             Ask::Drain(answer) => {
                 self.drain().await;
                 let _nobody = answer.send(()).is_err();
+            }
+            Ask::Grow(bytes, answer) => {
+                let grown = match &mut self.monitor {
+                    Some(monitor) => monitor.grow_disk(bytes).await,
+                    None => Err(io::ErrorKind::NotConnected.into()),
+                };
+                let grown = grown.unwrap_or_else(|error| {
+                    self.monitor = None;
+                    Err(DriverError::backend("ask the VM to grow its disk", error))
+                });
+                let _nobody = answer.send(grown).is_err();
             }
             Ask::Quit => {
                 self.drain().await;
@@ -405,9 +452,9 @@ fn exit_of(end: GuestEnd, words: LastWords, panic: Option<String>) -> Exit {
     }
 }
 
-async fn guest_end(monitor: &mut Option<Box<dyn Monitor>>) -> io::Result<GuestEnd> {
+async fn news(monitor: &mut Option<Box<dyn Monitor>>) -> io::Result<News> {
     match monitor {
-        Some(monitor) => monitor.guest_end().await,
+        Some(monitor) => monitor.news().await,
         None => std::future::pending().await,
     }
 }

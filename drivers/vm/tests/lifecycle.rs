@@ -114,6 +114,39 @@ fn files_outlive_suspends_gateways_and_killed_vms() {
 }
 
 #[test]
+fn a_disk_grows_under_a_running_guest_and_its_file_system_with_it() {
+    on_bench!("a_disk_grows_under_a_running_guest_and_its_file_system_with_it", |bench| {
+        let (driver, id) = (bench.driver(), SandboxId::generate());
+        driver.create(&id, &bench.spec(), Run(1)).await.unwrap();
+        bench.loans.lend(&id, Run(1));
+        driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
+        let disks = driver.disks().unwrap();
+        let asked = disks.grow(&id, 3 << 30).await;
+        if !driver.facts(&id).await.machine.unwrap().starts_with("kvm") {
+            assert!(matches!(asked, Err(DriverError::Unsupported(_))), "{asked:?}");
+            assert_eq!(disks.report(&id, false).await.unwrap().virtual_bytes, 1 << 30);
+            driver.delete(&id).await.unwrap();
+            return;
+        }
+        assert_eq!(asked.unwrap(), 3 << 30);
+        assert!(matches!(disks.grow(&id, 1 << 30).await, Err(DriverError::Invalid(_))), "never smaller");
+        assert_eq!(driver.facts(&id).await.disk.unwrap().virtual_bytes, 3 << 30);
+        let (_, shown) = exec(&driver, &id, "echo new > /new; sync; df -k /").await;
+        let line = shown.lines().last().unwrap_or_default();
+        let kibibytes: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+        assert!(kibibytes > 5 << 19, "{shown}");
+        assert!(driver.stop(&id, Keep::Disk, Duration::from_secs(60)).await.unwrap().flushed);
+        let check = disks.report(&id, true).await.unwrap().check.unwrap();
+        assert_eq!(check.damages, Vec::<String>::new());
+        bench.loans.lend(&id, Run(2));
+        driver.start(&id, Keep::Disk, Run(2)).await.unwrap();
+        assert_eq!(exec(&driver, &id, "cat /new").await, (0, "new\n".to_owned()));
+        driver.delete(&id).await.unwrap();
+        assert_eq!(bench.leftovers(&id), Vec::<String>::new());
+    });
+}
+
+#[test]
 fn a_vm_whose_record_is_half_made_or_gone_is_found_and_put_down() {
     on_bench!("a_vm_whose_record_is_half_made_or_gone_is_found_and_put_down", |bench| {
         let id = SandboxId::generate();
@@ -165,6 +198,39 @@ fn a_wedged_vm_is_killed_at_the_deadline_and_said_not_to_have_flushed() {
         );
         assert_eq!(driver.observe(&id).await.unwrap(), STOPPED);
         assert_eq!(bench.leftovers(&id), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn three_vms_with_four_cpus_each_run_at_once_and_end_flushed() {
+    if common::machine() != "kvm" {
+        println!(
+            "SKIP three_vms_with_four_cpus_each_run_at_once_and_end_flushed: twelve emulated CPUs take minutes; it runs in tests/box/ring"
+        );
+        return;
+    }
+    on_bench!("three_vms_with_four_cpus_each_run_at_once_and_end_flushed", |bench| {
+        let driver = bench.driver();
+        let ids: Vec<_> = (0..3).map(|_| SandboxId::generate()).collect();
+        for id in &ids {
+            let mut spec = bench.spec();
+            spec.resources.cpus = 4;
+            driver.create(id, &spec, Run(1)).await.unwrap();
+            bench.loans.lend(id, Run(1));
+        }
+        let starts = ids.iter().map(|id| driver.start(id, Keep::Disk, Run(1)));
+        futures::future::try_join_all(starts).await.unwrap();
+        for id in &ids {
+            let (code, shown) = exec(&driver, id, "nproc; echo kept > /kept; cat /kept").await;
+            assert_eq!((code, shown.as_str()), (0, "4\nkept\n"));
+        }
+        let stops = ids.iter().map(|id| driver.stop(id, Keep::Disk, Duration::from_secs(60)));
+        for stopped in futures::future::try_join_all(stops).await.unwrap() {
+            assert!(stopped.flushed, "{stopped:?}");
+        }
+        for id in &ids {
+            assert_eq!(bench.leftovers(id), Vec::<String>::new());
+        }
     });
 }
 

@@ -3,8 +3,9 @@
 use std::time::{Duration, SystemTime};
 
 use torpor_proto::v1;
-use torpor_sandbox::{Exit, Failure, Keep, Phase, RestartPolicy, State};
+use torpor_sandbox::{Exit, Failure, Keep, Phase, RestartPolicy, State, Volume};
 
+use super::network;
 use crate::{
     error::{ApiError, next_command},
     pressure::Space,
@@ -105,8 +106,18 @@ pub fn wish(request: v1::CreateSandboxRequest) -> Result<Wish, ApiError> {
         machine: text(spec.machine),
         kernel: text(spec.kernel),
         stop_grace: given(spec.stop_grace, "stop_grace")?,
+        egress: network::egress(spec.egress)?,
+        volumes: spec.volumes.into_iter().map(volume).collect(),
         request_id: text(request.request_id),
     })
+}
+
+fn volume(volume: v1::Volume) -> Volume {
+    Volume { source: volume.source, target: volume.target, read_only: volume.read_only }
+}
+
+fn shown_volume(volume: &Volume) -> v1::Volume {
+    v1::Volume { source: volume.source.clone(), target: volume.target.clone(), read_only: volume.read_only }
 }
 
 pub fn sandbox(view: &View) -> v1::Sandbox {
@@ -126,13 +137,15 @@ pub fn sandbox(view: &View) -> v1::Sandbox {
             resources: Some(v1::Resources {
                 cpus: Some(spec.resources.cpus),
                 memory_bytes: Some(spec.resources.memory_bytes),
-                disk_bytes: Some(spec.resources.disk_bytes),
+                disk_bytes: Some(spec.resources.disk_bytes).filter(|&bytes| bytes > 0),
             }),
             restart_policy: restart_policy(spec.restart).into(),
             driver: spec.driver.clone(),
             machine: spec.machine.clone(),
             kernel: spec.kernel.clone().unwrap_or_default(),
             stop_grace: duration(spec.stop_grace),
+            egress: spec.egress.as_ref().map(network::shown),
+            volumes: spec.volumes.iter().map(shown_volume).collect(),
         }),
         status: Some(status(view)),
         created: time(record.created),
@@ -184,6 +197,7 @@ fn status(view: &View) -> v1::SandboxStatus {
         flushed: state.flushed,
         then: state.then.map_or_else(String::new, |then| then.to_string()),
         boot_id: facts.boot_id.clone().unwrap_or_default(),
+        egress: Some(network::shown(&view.egress)),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::{path::PathBuf, time::SystemTime};
 
 use tonic::{Request, Response, Status};
+use torpor_netpool::policy;
 use torpor_proto::v1;
 
 use super::{Shared, convert, to_status};
@@ -21,10 +22,27 @@ pub struct GatewayApi {
     pub started: SystemTime,
 }
 
+fn resources(pool: &policy::Counters) -> Vec<v1::Resource> {
+    let resource = |name: &str, counter: policy::Counter| v1::Resource {
+        name: name.to_owned(),
+        capacity: counter.capacity,
+        used: counter.used,
+        free: counter.free,
+        quarantined: counter.quarantined,
+    };
+    vec![
+        resource("network slots", pool.slots),
+        resource("cpus", pool.cpus),
+        resource("memory bytes", pool.memory),
+    ]
+}
+
 #[tonic::async_trait]
 impl v1::gateway_server::Gateway for GatewayApi {
     async fn info(&self, _: Request<v1::InfoRequest>) -> Result<Response<v1::InfoResponse>, Status> {
         let counters = self.service.store.counters().await.map_err(|e| to_status(e.into()))?;
+        let pool = counters.pool;
+        let small = |count: u64| u32::try_from(count).unwrap_or(u32::MAX);
         let drivers = self.service.drivers.all().map(|driver| {
             let can = driver.capabilities();
             v1::Driver {
@@ -42,13 +60,14 @@ impl v1::gateway_server::Gateway for GatewayApi {
             default_driver: self.service.drivers.default_name().to_owned(),
             default_image: self.service.defaults.image.clone(),
             capacity: Some(v1::Capacity {
-                slots_total: counters.slots_total,
-                slots_used: counters.slots_used,
-                slots_quarantined: counters.slots_quarantined,
-                memory_total_bytes: counters.memory_total,
-                memory_used_bytes: counters.memory_used,
+                slots_total: small(pool.slots.capacity),
+                slots_used: small(pool.slots.used),
+                slots_quarantined: small(pool.slots.quarantined),
+                memory_total_bytes: pool.memory.capacity,
+                memory_used_bytes: pool.memory.used,
                 cpus_total: counters.cpus_total,
                 sandboxes: counters.sandboxes,
+                resources: resources(&pool),
             }),
             state_dir: self.state_dir.display().to_string(),
             run_dir: self.run_dir.display().to_string(),

@@ -1,6 +1,6 @@
 //! `torpor.v1.Images`.
 
-use std::{collections::HashMap, path::PathBuf, pin::Pin, time::Duration};
+use std::{collections::HashMap, path::PathBuf, pin::Pin, sync::Arc, time::Duration};
 
 use futures::Stream;
 use tokio::sync::mpsc;
@@ -8,9 +8,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use torpor_images::{Error, Image, Progress, Source};
 use torpor_proto::v1;
+use torpor_sandbox::{ComputeDriver, ImageFound, ImageSource};
 
 use super::{Shared, to_status};
-use crate::error::{ApiError, Code, with_causes};
+use crate::{
+    engines,
+    error::{ApiError, Code, with_causes},
+};
 
 const BUFFER: usize = 64;
 
@@ -52,11 +56,47 @@ async fn blocking<T: Send + 'static>(
     done.map_err(|e| failed(&e))
 }
 
+/// What drivers with images of their own make of an import, too.
+struct Feed {
+    engines: Vec<Arc<dyn ComputeDriver>>,
+    name: String,
+    source: ImageSource,
+}
+
+/// A slow client misses some lines of detail.
+fn teller(
+    out: mpsc::Sender<Result<v1::ImageProgress, Status>>,
+) -> impl Fn(&'static str, String) + Send + Sync {
+    move |step, detail| drop(out.try_send(Ok(progress(step, &detail))))
+}
+
+fn done(image: v1::Image) -> v1::ImageProgress {
+    v1::ImageProgress { step: "done".to_owned(), detail: String::new(), image: Some(image) }
+}
+
+fn of_engine(name: &str, found: &ImageFound) -> v1::Image {
+    v1::Image {
+        name: name.to_owned(),
+        digest: found.digest.clone(),
+        size_bytes: found.bytes,
+        used_bytes: found.bytes,
+        ..v1::Image::default()
+    }
+}
+
 impl ImagesApi {
     /// Runs a build, streaming its steps. A client that goes away does not end it.
     fn stream(
         &self,
         work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Image, Error> + Send + 'static,
+    ) -> Steps {
+        self.stream_to(work, None)
+    }
+
+    fn stream_to(
+        &self,
+        work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Image, Error> + Send + 'static,
+        feed: Option<Feed>,
     ) -> Steps {
         let (out, steps) = mpsc::channel(BUFFER);
         let service = self.0.clone();
@@ -70,8 +110,9 @@ impl ImagesApi {
                 }
             };
             let to_client = out.clone();
+            let tell_engines = teller(out.clone());
             let kernels = service.kernels.clone();
-            let done = blocking(move || {
+            let made = blocking(move || {
                 let mut tell = |step: Progress| {
                     // A slow client misses some lines of detail.
                     let _ = to_client.try_send(Ok(progress(step.step, &step.detail)));
@@ -86,11 +127,17 @@ impl ImagesApi {
                 Ok(image)
             })
             .await;
-            let last = done.map(|image| v1::ImageProgress {
-                step: "done".to_owned(),
-                detail: String::new(),
-                image: Some(shown(&image, 0)),
-            });
+            let fed = match &feed {
+                Some(feed) if made.is_ok() => {
+                    engines::import(&feed.engines, &feed.name, &feed.source, &tell_engines).await.map(drop)
+                }
+                _ => Ok(()),
+            };
+            let last = match (made, fed) {
+                (Ok(image), Ok(())) => Ok(done(shown(&image, 0))),
+                (Ok(_), Err(error)) => Err(to_status(error)),
+                (Err(status), _) => Err(status),
+            };
             // Nobody may listen.
             let _ = out.send(last).await;
         });
@@ -131,6 +178,30 @@ impl v1::images_server::Images for ImagesApi {
         Ok(Response::new(self.stream(move |tell| catalog.build_debian(&name, &request.packages, tell))))
     }
 
+    type PullStream = Steps;
+
+    async fn pull(&self, request: Request<v1::PullImageRequest>) -> Result<Response<Steps>, Status> {
+        let request = request.into_inner();
+        if request.image.is_empty() {
+            return Err(to_status(ApiError::invalid("image", "a name is needed")));
+        }
+        let name = match request.driver.as_str() {
+            "" => self.0.drivers.default_name().to_owned(),
+            name => name.to_owned(),
+        };
+        let driver = self.0.driver(&name).map_err(to_status)?;
+        let (out, steps) = mpsc::channel(BUFFER);
+        // A client that goes away does not end it.
+        tokio::spawn(async move {
+            let tell = teller(out.clone());
+            let pulled = engines::pull(driver.as_ref(), &request.image, &tell).await;
+            let last = pulled.map(|found| done(of_engine(&request.image, &found))).map_err(to_status);
+            // Nobody may listen.
+            let _ = out.send(last).await;
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(steps))))
+    }
+
     type ImportStream = Steps;
 
     async fn import(&self, request: Request<v1::ImportImageRequest>) -> Result<Response<Steps>, Status> {
@@ -143,14 +214,37 @@ impl v1::images_server::Images for ImagesApi {
             )));
         }
         let source = match std::fs::metadata(&path) {
-            Ok(found) if found.is_dir() => Source::Dir(path),
-            Ok(_) => Source::Tar(path),
+            Ok(found) if found.is_dir() => ImageSource::Dir(path),
+            Ok(_) => ImageSource::Tar(path),
             Err(error) => {
                 return Err(to_status(ApiError::invalid("path", format!("'{}': {error}", path.display()))));
             }
         };
         let catalog = self.0.images.clone();
-        Ok(Response::new(self.stream(move |tell| catalog.import(&request.name, &source, tell))))
+        let of_catalog = match source.clone() {
+            ImageSource::Dir(path) => Source::Dir(path),
+            ImageSource::Tar(path) => Source::Tar(path),
+        };
+        let engines = self.0.drivers.with_images();
+        // A gateway of engines only has no use for disks.
+        if !engines.is_empty() && engines.len() == self.0.drivers.names().len() {
+            let (out, steps) = mpsc::channel(BUFFER);
+            tokio::spawn(async move {
+                let tell = teller(out.clone());
+                let imported = engines::import(&engines, &request.name, &source, &tell).await;
+                let last = match imported {
+                    Ok(Some(found)) => Ok(done(of_engine(&request.name, &found))),
+                    Ok(None) => Err(to_status(ApiError::internal("no driver took the image"))),
+                    Err(error) => Err(to_status(error)),
+                };
+                // Nobody may listen.
+                let _ = out.send(last).await;
+            });
+            return Ok(Response::new(Box::pin(ReceiverStream::new(steps))));
+        }
+        let feed = Feed { engines, name: request.name.clone(), source };
+        let work = move |tell: &mut dyn FnMut(Progress)| catalog.import(&request.name, &of_catalog, tell);
+        Ok(Response::new(self.stream_to(work, Some(feed))))
     }
 
     async fn remove(

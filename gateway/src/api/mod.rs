@@ -3,9 +3,11 @@
 mod convert;
 mod disks;
 mod exec;
+mod forward;
 mod gateway;
 mod images;
 mod logs;
+mod network;
 mod sandboxes;
 mod status;
 mod watch;

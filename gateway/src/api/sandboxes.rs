@@ -8,7 +8,7 @@ use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::v1;
 use torpor_sandbox::{Phase, Request as Ask, lifecycle::may_reach};
 
-use super::{Shared, convert, disks, exec, to_status, watch};
+use super::{Shared, convert, disks, exec, forward, network, to_status, watch};
 use crate::{
     error::ApiError,
     service::{Deleted, View},
@@ -175,6 +175,29 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
             transitions: page.rows.into_iter().map(convert::transition).collect(),
             next_page_token: page.next.unwrap_or_default(),
         }))
+    }
+
+    async fn set_egress(&self, request: Request<v1::SetEgressRequest>) -> Reply<v1::Sandbox> {
+        let record = network::set_egress(&self.0, request.into_inner()).await?;
+        Ok(Response::new(self.show(record).await))
+    }
+
+    async fn expose(&self, request: Request<v1::ExposeRequest>) -> Reply<v1::ExposedPort> {
+        network::expose(&self.0, request.into_inner()).await.map(Response::new)
+    }
+
+    async fn list_exposed(&self, request: Request<v1::ListExposedRequest>) -> Reply<v1::ListExposedResponse> {
+        network::list(&self.0, request.into_inner()).await.map(Response::new)
+    }
+
+    async fn unexpose(&self, request: Request<v1::UnexposeRequest>) -> Reply<v1::UnexposeResponse> {
+        network::unexpose(&self.0, request.into_inner()).await.map(Response::new)
+    }
+
+    type ForwardStream = Events<v1::ForwardOutput>;
+
+    async fn forward(&self, request: Request<Streaming<v1::ForwardInput>>) -> Reply<Self::ForwardStream> {
+        forward::forward(self.0.clone(), request.into_inner()).await.map(Response::new)
     }
 
     async fn get_disk(&self, request: Request<v1::GetDiskRequest>) -> Reply<v1::DiskReport> {

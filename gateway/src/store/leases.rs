@@ -1,14 +1,11 @@
 //! What running sandboxes have borrowed: rows beside the sandboxes, changed in the same transactions.
 
-use std::{
-    collections::{BTreeMap, HashSet},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use rusqlite::{Connection, OptionalExtension as _, Row};
 use torpor_netpool::{
-    CpuSet, Ledger, LedgerError, Loan, PoolConfig, Slot,
-    policy::{Budget, Exhausted, Released, Resource, Usage, Want, choose_cpus, plan},
+    CpuSet, Ledger, LedgerError, Loan, PoolConfig, Slot, Topology,
+    policy::{self, Budget, Exhausted, Released, Resource, Want, plan_on},
 };
 use torpor_sandbox::{Run, SandboxId};
 
@@ -21,21 +18,15 @@ pub struct PoolLimits {
     pub network: PoolConfig,
     /// CPUs and memory.
     pub budget: Budget,
+    /// How the CPUs lie together.
+    pub topology: Topology,
 }
 
 /// How much of it is lent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// All slots.
-    pub slots_total: u32,
-    /// Lent slots.
-    pub slots_used: u32,
-    /// Slots that rest after their release.
-    pub slots_quarantined: u32,
-    /// All memory to lend, bytes.
-    pub memory_total: u64,
-    /// Lent memory, bytes.
-    pub memory_used: u64,
+    /// Each resource by itself.
+    pub pool: policy::Counters,
     /// CPUs of the host.
     pub cpus_total: u32,
     /// All sandboxes.
@@ -118,10 +109,12 @@ fn ran_out(
     used: u64,
     capacity: u64,
 ) -> Result<StoreError, StoreError> {
-    let holders = conn
-        .prepare_cached("SELECT sandbox_id FROM leases ORDER BY memory_bytes DESC LIMIT 5")?
-        .query_map([], |row| row.get(0))?
-        .collect::<Result<_, _>>()?;
+    // The largest borrowers of memory; of anything else, those who have had it the longest.
+    let order = if resource == Resource::Memory { "l.memory_bytes DESC" } else { "l.acquired_ms" };
+    let sql = format!(
+        "SELECT s.name FROM leases l JOIN sandboxes s ON s.id = l.sandbox_id ORDER BY {order}, s.name LIMIT 5"
+    );
+    let holders = conn.prepare_cached(&sql)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
     let exhausted = Exhausted { resource, wanted, used, capacity, holders };
     Ok(match exhausted.never_fits() {
         true => StoreError::NeverFits(exhausted.to_string()),
@@ -167,7 +160,7 @@ fn quick_plan(
     for cpu in budget.cpus.iter() {
         loads.insert(cpu, u32::try_from(lent(conn, &format!("cpu {cpu}"))?).unwrap_or(u32::MAX));
     }
-    Ok(slot.map(|slot| (Slot(slot), choose_cpus(&loads, want.cpus))))
+    Ok(slot.map(|slot| (Slot(slot), limits.topology.place(&loads, want.cpus).cpus)))
 }
 
 /// Looks at every loan.
@@ -178,13 +171,11 @@ fn full_plan(conn: &Connection, limits: &PoolLimits, want: Want) -> Result<(Slot
         .query_map([], |row| Ok(Released { slot: Slot(row.get(0)?), at_ms: row.get(1)? }))?
         .collect::<Result<_, _>>()?;
     let now_ms = u64::try_from(now()).unwrap_or_default();
-    let chosen =
-        plan(&limits.network, &limits.budget, &loans, released, now_ms, want).map_err(|e| {
-            match e.never_fits() {
-                true => StoreError::NeverFits(e.to_string()),
-                false => StoreError::Exhausted(e.to_string()),
-            }
-        })?;
+    let chosen = plan_on(&limits.topology, &limits.network, &limits.budget, &loans, released, now_ms, want)
+        .map_err(|e| match e.never_fits() {
+        true => StoreError::NeverFits(e.to_string()),
+        false => StoreError::Exhausted(e.to_string()),
+    })?;
     Ok((chosen.slot.slot, chosen.cpus))
 }
 
@@ -260,21 +251,15 @@ impl Store {
         let limits = self.limits.clone();
         self.read(move |conn| {
             let loans = all(conn)?;
-            let usage = Usage::of(&loans);
-            let used: HashSet<u32> = loans.iter().map(|l| l.slot.0).collect();
             let since = now() - i64::try_from(limits.network.quarantine().as_millis()).unwrap_or(i64::MAX);
-            let resting: Vec<u32> = conn
-                .prepare_cached("SELECT slot FROM slots WHERE released_ms > ?1")?
-                .query_map([since], |row| row.get(0))?
+            let resting: Vec<Released> = conn
+                .prepare_cached("SELECT slot, released_ms FROM slots WHERE released_ms > ?1")?
+                .query_map([since], |row| Ok(Released { slot: Slot(row.get(0)?), at_ms: row.get(1)? }))?
                 .collect::<Result<_, _>>()?;
             let sandboxes = conn.query_row("SELECT count(*) FROM sandboxes", [], |row| row.get(0))?;
+            let now_ms = u64::try_from(now()).unwrap_or_default();
             Ok(Counters {
-                slots_total: limits.network.capacity(),
-                slots_used: u32::try_from(usage.slots).unwrap_or(u32::MAX),
-                slots_quarantined: u32::try_from(resting.iter().filter(|s| !used.contains(s)).count())
-                    .unwrap_or(u32::MAX),
-                memory_total: limits.budget.memory_bytes,
-                memory_used: usage.memory_bytes,
+                pool: policy::counters(&limits.network, &limits.budget, &loans, resting, now_ms),
                 cpus_total: u32::try_from(limits.budget.cpus.len()).unwrap_or(u32::MAX),
                 sandboxes,
             })

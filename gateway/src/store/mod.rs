@@ -4,8 +4,10 @@
 //! groups: whatever has queued up while a commit was on its way to the disk goes into the next one. Readers have
 //! connections of their own and never wait for a writer.
 
+mod exposed;
 mod leases;
 mod lock;
+mod policy;
 mod recent;
 pub mod rescue;
 mod resize;
@@ -33,6 +35,7 @@ use torpor_sandbox::{
     failpoint::{Injected, hit},
 };
 
+pub use exposed::Exposed;
 pub use leases::PoolLimits;
 pub use lock::StateLock;
 pub use sandboxes::{Applied, NewSandbox, RequestKey, Selector, Transition, page_token};
@@ -106,6 +109,27 @@ pub enum StoreError {
         name: String,
         /// Why.
         refusal: Refusal,
+    },
+    /// It is on its way out.
+    #[error("sandbox '{0}' is being deleted")]
+    Deleting(String),
+    /// The host listens there for another port already.
+    #[error("{host} is the host's address of port {port} of sandbox '{name}' already")]
+    HostTaken {
+        /// The address.
+        host: std::net::SocketAddr,
+        /// Whose it is.
+        name: String,
+        /// Which port of that sandbox.
+        port: u16,
+    },
+    /// No more ports of one sandbox.
+    #[error("sandbox '{name}' has {most} exposed ports already, which is the most")]
+    TooManyPorts {
+        /// Its name.
+        name: String,
+        /// How many are possible.
+        most: u64,
     },
     /// A request id that was used for something else.
     #[error("request id '{0}' was used for another request")]

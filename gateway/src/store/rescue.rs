@@ -33,7 +33,9 @@ pub struct Found {
     pub new: NewSandbox,
     /// What its compute has borrowed, if it runs; with the run.
     pub loan: Option<Loan>,
-    /// Larger than any run it may have had.
+    /// It runs, or did when it was looked at.
+    pub runs: bool,
+    /// The run there is; of one at rest, larger than any run it may have had.
     pub run: Run,
 }
 
@@ -191,13 +193,10 @@ fn fill(path: &Path, found: Vec<Found>) -> Result<(), StoreError> {
     for one in found {
         let id = one.new.id.clone();
         let record = sandboxes::insert(&conn, one.new)?;
-        let phase = match &one.loan {
-            Some(loan) => {
-                leases::insert(&conn, loan)?;
-                Phase::Ready
-            }
-            None => Phase::Stopped,
-        };
+        if let Some(loan) = &one.loan {
+            leases::insert(&conn, loan)?;
+        }
+        let phase = if one.runs { Phase::Ready } else { Phase::Stopped };
         let run = one.loan.as_ref().map_or(one.run, |loan| Run(loan.run));
         let state = State { phase, run, created: true, ..State::new() };
         sandboxes::swap(&conn, record, state, "found without a record")?;

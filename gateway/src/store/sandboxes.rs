@@ -190,6 +190,8 @@ pub(super) fn empty_spec() -> SandboxSpec {
         stop_grace: Duration::ZERO,
         machine: String::new(),
         kernel: None,
+        egress: None,
+        volumes: Vec::new(),
     }
 }
 
@@ -405,7 +407,7 @@ fn remove(conn: &Connection, record: &Record) -> Result<u64, StoreError> {
 }
 
 /// Which version the caller believes in.
-fn expect(record: &Record, expected: Option<u64>) -> Result<(), StoreError> {
+pub(super) fn expect(record: &Record, expected: Option<u64>) -> Result<(), StoreError> {
     match expected {
         Some(version) if version != record.version => {
             Err(StoreError::Stale { name: record.name.clone(), expected: version, found: record.version })
@@ -447,7 +449,7 @@ fn apply(
 }
 
 /// The sandbox that this request id was used for before.
-fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, StoreError> {
+pub(super) fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, StoreError> {
     let found: Option<(String, String, String)> = conn
         .prepare_cached("SELECT verb, fingerprint, sandbox_id FROM requests WHERE request_id = ?1")?
         .query_row([&key.id], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))

@@ -105,6 +105,17 @@ CREATE INDEX leases_memory ON leases (memory_bytes);
 CREATE INDEX slots_released ON slots (released_ms);
 DELETE FROM slots WHERE slot IN (SELECT slot FROM leases);
 ",
+    r"
+-- Ports of sandboxes that the host listens for; they go with their sandbox.
+CREATE TABLE exposed (
+    sandbox_id  TEXT NOT NULL REFERENCES sandboxes (id) ON DELETE CASCADE,
+    port        INTEGER NOT NULL,
+    host        TEXT NOT NULL UNIQUE,
+    wake        INTEGER NOT NULL,
+    created_ms  INTEGER NOT NULL,
+    PRIMARY KEY (sandbox_id, port)
+) STRICT, WITHOUT ROWID;
+",
 ];
 
 /// How many migrations a database has seen.

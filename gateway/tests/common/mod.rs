@@ -1,6 +1,8 @@
 //! A real gateway over the driver that only pretends, and clients on its socket.
 #![allow(dead_code, reason = "each test file uses what it needs")]
 
+pub mod wired;
+
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use tempfile::TempDir;
@@ -19,6 +21,8 @@ pub struct World {
     pub sim: Arc<SimDriver>,
     pub config: Config,
     gateway: Option<Gateway>,
+    /// In place of the sim driver alone.
+    wired: Option<Arc<wired::Wired>>,
 }
 
 pub async fn channel(socket: PathBuf) -> Channel {
@@ -49,13 +53,27 @@ impl World {
             ..Config::default()
         };
         change(&mut config);
-        let mut world = Self { dir, sim: SimDriver::new(script), config, gateway: None };
+        let mut world = Self { dir, sim: SimDriver::new(script), config, gateway: None, wired: None };
+        world.start().await;
+        world
+    }
+
+    /// With an agent whose connections are real.
+    pub async fn with_agent(script: Script) -> Self {
+        let mut world = Self::new(script).await;
+        world.stop().await;
+        let socket = world.dir.path().join("agent.sock");
+        world.wired = Some(wired::Wired::new(world.sim.clone(), socket).await);
         world.start().await;
         world
     }
 
     pub async fn start(&mut self) {
-        let drivers: Vec<Arc<dyn ComputeDriver>> = vec![self.sim.clone()];
+        let driver: Arc<dyn ComputeDriver> = match &self.wired {
+            Some(wired) => wired.clone(),
+            None => self.sim.clone(),
+        };
+        let drivers = vec![driver];
         self.gateway = Some(Gateway::start_with(self.config.clone(), Some(drivers)).await.unwrap());
     }
 

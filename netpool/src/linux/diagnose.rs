@@ -158,7 +158,7 @@ fn foreign_chains(config: &PoolConfig) -> Result<Vec<Finding>, NetError> {
         let text = |key: &str| chain[key].as_str().unwrap_or_default();
         let check = match text("hook") {
             "forward" => Check::ForeignForward,
-            "input" if config.dns_port.is_some() => Check::ForeignInput,
+            "input" if config.dns_port != Some(0) => Check::ForeignInput,
             _ => continue,
         };
         let (family, table) = (text("family"), text("table"));

@@ -213,7 +213,7 @@ mod tests {
             [Egress::Open, Egress::Public, Egress::None, Egress::Allow { rules: rules.to_vec(), names: true }]
         {
             let net = PoolConfig::default().guest_net("sb", Slot(7)).unwrap();
-            let guest = crate::GuestNet { egress, ..net }.guest();
+            let guest = crate::GuestNet { egress: Some(egress), ..net }.guest();
             for element in Element::of(&guest) {
                 let (key, end) = element.keys();
                 let read = Element::read(element.set(), &key, end.as_ref().unwrap_or(&key));

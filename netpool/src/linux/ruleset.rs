@@ -115,7 +115,7 @@ struct Forwarder {
 }
 
 fn forwarder(config: &PoolConfig, taps: &str) -> Forwarder {
-    let Some(port) = config.dns_port else { return Forwarder::default() };
+    let Some(port) = config.dns_port.filter(|port| *port > 0) else { return Forwarder::default() };
     let range = config.range;
     Forwarder {
         ask: format!(

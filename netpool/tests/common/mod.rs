@@ -142,7 +142,7 @@ impl World {
     /// The same, with an egress policy.
     pub fn guest_with(&self, slot: u32, egress: Egress) -> RawGuest {
         let net = self.config.guest_net(&format!("sb-{slot}"), Slot(slot)).unwrap();
-        let net = GuestNet { egress, ..net };
+        let net = GuestNet { egress: Some(egress), ..net };
         let guest = self.with_firewall(move |firewall| {
             let tap = attach(firewall, &net, &TapOptions::default()).unwrap();
             RawGuest::new(tap, net)

@@ -37,7 +37,7 @@ const PAGE: i32 = 500;
 #[derive(Clone, Debug)]
 pub struct Client {
     channel: Channel,
-    retry: Retry,
+    pub(crate) retry: Retry,
 }
 
 impl Client {
@@ -216,7 +216,8 @@ impl Client {
         retried!(self.sandboxes().get_disk(request))
     }
 
-    /// Makes the disk of a sandbox at rest larger, to this size in bytes. The guest sees it at its next start.
+    /// Makes the disk of a sandbox larger, to this size in bytes. It must be at rest, or Ready on a machine whose disks grow
+    /// while they are used. The guest sees it at once, or at its next start.
     ///
     /// # Errors
     /// See [`Client`].
@@ -243,6 +244,17 @@ impl Client {
         request: v1::BuildImageRequest,
     ) -> Result<Streaming<v1::ImageProgress>, Error> {
         Ok(self.images().build(request).await?.into_inner())
+    }
+
+    /// Has a driver that keeps images of its own fetch one; the last message of the stream holds it.
+    ///
+    /// # Errors
+    /// See [`Client`].
+    pub async fn pull_image(
+        &self,
+        request: v1::PullImageRequest,
+    ) -> Result<Streaming<v1::ImageProgress>, Error> {
+        Ok(self.images().pull(request).await?.into_inner())
     }
 
     /// Makes an image of a tar file or directory on the gateway's host; the last message of the stream holds it.
@@ -288,6 +300,6 @@ impl Client {
 }
 
 /// How a verb names its sandbox: any version, a fresh request id, no waiting in the gateway.
-fn target(sandbox: &str) -> v1::Target {
+pub(crate) fn target(sandbox: &str) -> v1::Target {
     v1::Target { sandbox: sandbox.to_owned(), expected_version: 0, request_id: request_id(), wait: false }
 }

@@ -17,11 +17,13 @@
 //! # }
 //! ```
 
+#[macro_use]
 mod client;
 mod disk;
 mod endpoint;
 mod error;
 mod exec;
+mod network;
 pub mod phase;
 mod retry;
 mod wait;
@@ -32,6 +34,7 @@ pub use disk::{DiskExport, DiskPiece};
 pub use endpoint::DEFAULT_ENDPOINT;
 pub use error::{ApiError, Error};
 pub use exec::{Exec, ExecInput, ExecOutput, Output};
+pub use network::{Forward, ForwardInput, ForwardOutput};
 pub use retry::{Retry, request_id};
 pub use tonic::Code;
 pub use torpor_proto::v1;

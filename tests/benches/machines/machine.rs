@@ -108,7 +108,7 @@ impl Bench {
         let config = Config {
             cpus: 1,
             memory_bytes: job.memory_bytes,
-            huge_pages: false,
+            huge_pages: torpor_vmm_api::HugePages::Default,
             kernel: path(&job.kernel),
             initramfs: job.initramfs.as_ref().map(path),
             command_line: job.command_line.clone(),

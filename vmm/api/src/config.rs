@@ -23,9 +23,9 @@ pub struct Config {
     pub cpus: u8,
     /// Guest memory, bytes; a multiple of 2 MiB.
     pub memory_bytes: u64,
-    /// Guest memory in huge pages of 2 MiB (they must be reserved on the host).
+    /// Guest memory in huge pages of 2 MiB.
     #[serde(default)]
-    pub huge_pages: bool,
+    pub huge_pages: HugePages,
     /// bzImage, or ELF vmlinux with a PVH note or a 64-bit entry.
     pub kernel: Source,
     /// The initramfs, if any.
@@ -67,6 +67,20 @@ pub struct Config {
 
 fn default_console_bytes() -> u32 {
     64 << 10
+}
+
+/// Huge pages of 2 MiB for guest memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HugePages {
+    /// As the host's settings say.
+    #[default]
+    Default,
+    /// Asked for where the host has them to give (`MADV_HUGEPAGE`): memory is faster, and goes back to the host in larger
+    /// pieces only.
+    Advised,
+    /// Only such as are reserved on the host (`vm.nr_hugepages`); all of them at the start.
+    Reserved,
 }
 
 /// A block device.
@@ -147,6 +161,11 @@ pub struct AgentSocket {
     /// `AWAIT port\n` (held until somebody does), reads `OK host-port\n`, and is then connected. A guest that
     /// connects to port P of the host is connected to a listener at `path_P`.
     pub socket: PathBuf,
+    /// The folder of the listeners that the guest reaches: a guest that connects to port P of the host is connected to
+    /// the one at `ports/P`. None: beside `socket`, as `path_P`. It is all that the jail leaves of the file system: the
+    /// jail's user must be able to search it, and to write to a listener that it is to reach.
+    #[serde(default)]
+    pub ports: Option<PathBuf>,
     /// An inherited descriptor of that socket, bound and listening already: then nobody has to wait for it to be made.
     #[serde(default)]
     pub listener_fd: Option<i32>,

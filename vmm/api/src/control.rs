@@ -24,6 +24,14 @@ pub enum Request {
     },
     /// Presses the power button: the guest may switch itself off.
     PowerButton,
+    /// Makes an overlay larger while the guest uses it, and tells the guest. Answered by [`Reply::Grown`] or
+    /// [`Reply::NotGrown`].
+    GrowDisk {
+        /// Its serial number.
+        disk: String,
+        /// Bytes that it is to have at least.
+        bytes: u64,
+    },
     /// Ends the VM: disks are flushed and closed in order, the guest is not asked.
     Shutdown,
 }
@@ -41,8 +49,32 @@ pub enum Reply {
     },
     /// What was asked for.
     Status(Status),
+    /// A disk has been grown, or had the size already.
+    Grown {
+        /// Bytes that it has now.
+        bytes: u64,
+    },
+    /// A disk is as it was.
+    NotGrown {
+        /// Of what kind the reason is.
+        problem: GrowProblem,
+        /// For people.
+        reason: String,
+    },
     /// Something happened; not an answer.
     Event(Event),
+}
+
+/// Why a disk isn't grown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GrowProblem {
+    /// The size can't be, or the disk is none that grows.
+    Invalid,
+    /// The host has no room for its tables.
+    NoSpace,
+    /// Anything else.
+    Failed,
 }
 
 /// What the VM is doing.
@@ -68,6 +100,9 @@ pub struct Status {
     pub memory_bytes: u64,
     /// Devices that a guest has broken, with what it did.
     pub broken: Vec<String>,
+    /// Devices of which requests wait until the host has room for what the guest writes.
+    #[serde(default)]
+    pub full: Vec<String>,
     /// What was counted.
     pub counters: Counters,
 }
@@ -98,5 +133,16 @@ pub enum Event {
         device: String,
         /// What the guest did.
         reason: String,
+    },
+    /// The host has no room for what the guest writes: requests of a disk wait for it. Told again and again as long as
+    /// that lasts.
+    DiskFull {
+        /// Which.
+        device: String,
+    },
+    /// There is room again.
+    DiskHasRoom {
+        /// Of which.
+        device: String,
     },
 }

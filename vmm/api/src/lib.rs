@@ -5,10 +5,13 @@ mod config;
 pub mod console;
 mod control;
 mod end;
+mod requests;
 mod thread;
 pub mod validate;
 
-pub use config::{AgentSocket, Config, ConfigError, Disk, Jail, Net, RateLimit, Source};
-pub use control::{Counters, Event, Reply, Request, Status, VmState};
+pub use config::{AgentSocket, Config, ConfigError, Disk, HugePages, Jail, Net, RateLimit, Source};
+pub use control::{Counters, Event, GrowProblem, Reply, Request, Status, VmState};
 pub use end::{End, EndFile};
+pub use requests::{LONGEST_REQUEST, Requests, TooLong};
 pub use thread::ThreadKind;
+pub use validate::MOST_CPUS;

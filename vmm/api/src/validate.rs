@@ -26,7 +26,7 @@ pub const CONSOLE_BYTES: std::ops::RangeInclusive<u32> = 4 << 10..=16 << 20;
 pub const MTU: std::ops::RangeInclusive<u16> = 68..=65521;
 /// Longest path of a Unix socket, bytes, without its final zero (unix(7)).
 const LONGEST_SOCKET: usize = 107;
-/// What follows the vsock device's path for a listener of the host's: `_` and a port.
+/// What follows a path for a listener of the host's: `_` or `/`, and a port.
 const PORT_SUFFIX: usize = 11;
 
 type Outcome = Result<(), ConfigError>;
@@ -178,6 +178,9 @@ fn vsock(vsock: &AgentSocket) -> Outcome {
     ensure((1..=MOST_CONNECTIONS).contains(&vsock.connections), "vsock.connections", || {
         format!("is {}, but there can be 1 to {MOST_CONNECTIONS}", vsock.connections)
     })?;
+    if let Some(ports) = &vsock.ports {
+        socket_path("vsock.ports", ports, LONGEST_SOCKET - PORT_SUFFIX)?;
+    }
     socket_path("vsock.socket", &vsock.socket, LONGEST_SOCKET - PORT_SUFFIX)
 }
 

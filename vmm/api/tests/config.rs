@@ -75,6 +75,7 @@ fn every_wrong_field_is_named_with_what_is_wrong() {
         ("/vsock/connections", json!(0), "vsock.connections", "1 to"),
         ("/vsock/socket", json!(long), "vsock.socket", "bytes"),
         ("/vsock/socket", json!("/"), "vsock.socket", "names no file"),
+        ("/vsock/ports", json!(long), "vsock.ports", "bytes"),
         ("/control", json!(long), "control", "bytes"),
         ("/console_bytes", json!(100), "console_bytes", "4096"),
         ("/jail/uid", json!(0), "jail.uid", "root's"),

@@ -51,6 +51,7 @@ fn run(kind: &str, count: u64) -> (u128, u128) {
         read_only: false,
         rate: None,
         discard_unit: 65536,
+        patience: std::time::Duration::from_secs(60),
     });
     let mut driver = Driver::start(Box::new(device));
     let data = driver.buffer(&[1; 4096]);

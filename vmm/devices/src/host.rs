@@ -31,6 +31,10 @@ pub trait Surroundings: Send + Sync {
 
     /// The guest broke a device's rules; the device is dead until the guest resets it.
     fn device_broken(&self, device: &str, reason: &str);
+
+    /// The host has no room for what the guest writes to a disk, so that requests wait; or it has again. The first is told
+    /// again and again as long as it lasts, the second once.
+    fn disk_full(&self, _device: &str, _full: bool) {}
 }
 
 /// Starts a named thread of a kind, in which the surroundings' rules hold before `body` runs.

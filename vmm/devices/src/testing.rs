@@ -67,6 +67,8 @@ pub struct Told {
     pub end: Option<End>,
     /// Devices that were broken, and why.
     pub broken: Vec<(String, String)>,
+    /// Disks that were said to have no room, or room again, in order.
+    pub full: Vec<(String, bool)>,
 }
 
 impl Surroundings for Host {
@@ -86,6 +88,11 @@ impl Surroundings for Host {
         self.told.lock().unwrap().broken.push((device.to_owned(), reason.to_owned()));
         self.news.notify_all();
     }
+
+    fn disk_full(&self, device: &str, full: bool) {
+        self.told.lock().unwrap().full.push((device.to_owned(), full));
+        self.news.notify_all();
+    }
 }
 
 impl Host {
@@ -101,6 +108,14 @@ impl Host {
             text.split(' ').next().and_then(|nanoseconds| nanoseconds.parse().ok()).unwrap_or(0)
         };
         Duration::from_nanos(self.told().thread_ids.iter().map(of).sum())
+    }
+
+    /// Waits until a disk was said to have no room, or room again. Panics when that takes too long.
+    pub fn wait_full(&self, full: bool) {
+        let told = self.told.lock().unwrap();
+        let is_last = |told: &mut Told| told.full.last().is_none_or(|(_, last)| *last != full);
+        let (told, _) = self.news.wait_timeout_while(told, PATIENCE, is_last).unwrap();
+        assert_eq!(told.full.last().map(|(_, last)| *last), Some(full), "it was not told");
     }
 
     /// Waits until a device is broken; the reason. Panics when that takes too long.

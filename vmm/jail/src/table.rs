@@ -194,6 +194,8 @@ pub const RULES: &[Rule] = rules! {
     SYS_fallocate: &[Main], &[&[is(1, PUNCH_HOLE)]], "gives clusters back that wait for the next flush";
     SYS_ftruncate: DISK_END, ALWAYS, "an overlay grows; what it reserved and didn't use goes back";
     SYS_fsync: &[Main], ALWAYS, "makes a raw disk durable that is closed";
+    SYS_pread64: &[Main], ALWAYS, "reads the tables of an overlay that grows";
+    SYS_lseek: &[Main], ALWAYS, "finds data in the tables of an overlay that grows";
     SYS_pwrite64: &[Main], ALWAYS, "what is still to be written of an overlay that is closed";
     SYS_statx: &[Main], &[&[is(2, libc::AT_EMPTY_PATH)]], "how long the file of an overlay is that is closed";
     SYS_fcntl: &[Main], &[&[is(1, libc::F_OFD_SETLK)]], "gives up an overlay's lock";

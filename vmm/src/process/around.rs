@@ -1,5 +1,6 @@
 //! What threads and devices share of the process: filters, new threads, the guest's end, broken devices.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -25,6 +26,16 @@ pub(super) struct Broken {
     told: bool,
 }
 
+/// Whether a disk has room.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Room {
+    pub(super) full: bool,
+    /// It was not so before.
+    pub(super) changed: bool,
+    /// Subscribers know.
+    told: bool,
+}
+
 /// A thread that is to be started.
 struct Order {
     kind: ThreadKind,
@@ -40,6 +51,8 @@ pub(super) struct Around {
     end: Mutex<Option<End>>,
     /// One entry for each device at most, so that a guest can't make it grow.
     broken: Mutex<Vec<Broken>>,
+    /// One entry for each disk at most.
+    disks: Mutex<BTreeMap<String, Room>>,
     starter: OnceLock<Sender<Order>>,
 }
 
@@ -51,6 +64,7 @@ impl Around {
             wake,
             end: Mutex::default(),
             broken: Mutex::default(),
+            disks: Mutex::default(),
             starter: OnceLock::new(),
         }))
     }
@@ -86,6 +100,21 @@ impl Around {
         let new = broken
             .iter_mut()
             .filter_map(|one| (!std::mem::replace(&mut one.told, true)).then(|| one.clone()));
+        new.collect()
+    }
+
+    /// Disks of which requests wait for room on the host.
+    pub(super) fn full(&self) -> Vec<String> {
+        let disks = lock(&self.disks);
+        disks.iter().filter(|(_, room)| room.full).map(|(device, _)| device.clone()).collect()
+    }
+
+    /// What was said of disks' room and nobody was told of yet.
+    pub(super) fn room_news(&self) -> Vec<(String, Room)> {
+        let mut disks = lock(&self.disks);
+        let new = disks.iter_mut().filter_map(|(device, room)| {
+            (!std::mem::replace(&mut room.told, true)).then(|| (device.clone(), *room))
+        });
         new.collect()
     }
 
@@ -136,6 +165,15 @@ impl Surroundings for Around {
             None => broken.push(Broken { device: device.to_owned(), reason, told: false }),
         }
         drop(broken);
+        self.wake_up();
+    }
+    fn disk_full(&self, device: &str, full: bool) {
+        let mut disks = lock(&self.disks);
+        let room = disks.entry(device.to_owned()).or_default();
+        // What was not told yet has not changed twice.
+        let changed = room.full != full || room.changed && !room.told;
+        *room = Room { full, changed, told: false };
+        drop(disks);
         self.wake_up();
     }
 }

@@ -2,17 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Read as _, Write as _};
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
 use nix::sys::socket::{SockFlag, accept4};
-use torpor_vmm_api::{Event, Reply, Request};
+use torpor_vmm_api::{Event, LONGEST_REQUEST, Reply, Request, Requests};
 
 /// Most clients at once; one more is turned away.
 pub(super) const MOST_CLIENTS: usize = 16;
-/// Longest request, bytes.
-pub(super) const LONGEST_REQUEST: usize = 4 << 10;
 /// Most bytes that wait for a client to read them; who reads slower is dropped.
 const MOST_WAITING: usize = 64 << 10;
 /// Clients' numbers begin here; those below are the caller's.
@@ -20,7 +19,7 @@ pub(super) const FIRST_CLIENT: u64 = 16;
 
 struct Client {
     stream: UnixStream,
-    input: Vec<u8>,
+    requests: Requests,
     output: Vec<u8>,
     subscribed: bool,
     /// The kernel tells when it can be written to.
@@ -59,8 +58,8 @@ impl Clients {
         let number = FIRST_CLIENT + self.accepted;
         self.accepted += 1;
         epoll.add(stream.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, number))?;
-        let client =
-            Client { stream, input: Vec::new(), output: Vec::new(), subscribed: false, watched: false };
+        let (requests, output) = (Requests::default(), Vec::new());
+        let client = Client { stream, requests, output, subscribed: false, watched: false };
         self.clients.insert(number, client);
         Ok(())
     }
@@ -102,6 +101,22 @@ pub(super) fn is_shortage(error: &io::Error) -> bool {
     short.iter().any(|errno| error.raw_os_error() == Some(*errno as i32))
 }
 
+/// The answer to one line.
+fn reply(
+    request: Result<Request, String>,
+    subscribed: &mut bool,
+    answer: &mut dyn FnMut(Request) -> Reply,
+) -> Reply {
+    match request {
+        Ok(Request::Subscribe) => {
+            *subscribed = true;
+            Reply::Done
+        }
+        Ok(request) => answer(request),
+        Err(error) => Reply::Refused { reason: format!("not a request: {error}") },
+    }
+}
+
 fn line(reply: &Reply) -> Vec<u8> {
     // These types always become JSON.
     let mut line = serde_json::to_vec(reply).unwrap_or_default();
@@ -123,35 +138,22 @@ impl Client {
             Err(error) if is_passing(&error) => return Verdict::Stays,
             Err(_) => return Verdict::Goes,
         };
-        let mut rest = &chunk[..count];
-        while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
-            self.input.extend_from_slice(&rest[..end]);
-            rest = &rest[end + 1..];
-            let reply = self.reply(answer);
-            self.output.extend(line(&reply));
-            self.input.clear();
-            if self.output.len() > MOST_WAITING {
-                return Verdict::Goes;
+        let Self { requests, output, subscribed, .. } = self;
+        let taken = requests.take(&chunk[..count], |request| {
+            output.extend(line(&reply(request, subscribed, answer)));
+            match output.len() > MOST_WAITING {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
             }
-        }
-        self.input.extend_from_slice(rest);
-        if self.input.len() > LONGEST_REQUEST {
-            let reason = format!("a request has at most {LONGEST_REQUEST} bytes");
-            // It is gone after this anyway.
-            let _ = self.stream.write(&line(&Reply::Refused { reason }));
-            return Verdict::Goes;
-        }
-        Verdict::Stays
-    }
-
-    fn reply(&mut self, answer: &mut dyn FnMut(Request) -> Reply) -> Reply {
-        match serde_json::from_slice(&self.input) {
-            Ok(Request::Subscribe) => {
-                self.subscribed = true;
-                Reply::Done
+        });
+        match taken {
+            Ok(ControlFlow::Continue(())) => Verdict::Stays,
+            Ok(ControlFlow::Break(())) => Verdict::Goes,
+            Err(error) => {
+                // It is gone after this anyway.
+                let _ = self.stream.write(&line(&Reply::Refused { reason: error.to_string() }));
+                Verdict::Goes
             }
-            Ok(request) => answer(request),
-            Err(error) => Reply::Refused { reason: format!("not a request: {error}") },
         }
     }
 

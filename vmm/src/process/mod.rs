@@ -17,11 +17,14 @@ mod build;
 mod control;
 mod endfile;
 mod error;
+mod grow;
 mod log;
 mod power;
 mod sources;
 
 use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -109,14 +112,34 @@ fn confine(config: &Config, opened: &Opened) -> Result<Filters, StartError> {
         true => Filters::on(),
         false => Filters::off(),
     };
-    let folder = config.vsock.as_ref().and_then(|vsock| vsock.socket.parent());
+    let folder = config.vsock.as_ref().and_then(|vsock| vsock.ports.as_deref().or(vsock.socket.parent()));
+    let folder = folder.filter(|folder| !folder.as_os_str().is_empty());
+    if let (Some(uid), Some(folder)) = (jail.uid, folder)
+        && !can_search(uid, folder)
+    {
+        let folder = folder.display();
+        log::say(&format_args!("user {uid} can't search {folder}: its guest reaches no listener there"));
+    }
     torpor_vmm_jail::enter(&Plan {
         uid: jail.uid,
         root: jail.root.as_deref(),
-        folder: folder.filter(|folder| !folder.as_os_str().is_empty()),
+        folder,
         descriptors: sources::most_descriptors(config),
         file_bytes: None,
         cgroup: opened.cgroup(),
     })?;
     Ok(filters)
+}
+
+/// Whether a user with a group of the same number, and no other, may look up names in a folder.
+fn can_search(uid: u32, folder: &Path) -> bool {
+    const SEARCH: u32 = 1;
+    // What can't be looked at is for the jail to name.
+    let Ok(found) = folder.metadata() else { return true };
+    let shift = match (found.uid() == uid, found.gid() == uid) {
+        (true, _) => 6,
+        (false, true) => 3,
+        (false, false) => 0,
+    };
+    found.mode() >> shift & SEARCH != 0
 }

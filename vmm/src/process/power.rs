@@ -85,12 +85,23 @@ impl Power {
                 let event = Event::DeviceBroken { device: broken.device, reason: broken.reason };
                 self.clients.tell(&event, &self.epoll);
             }
+            self.tell_of_room();
             if let Some(end) = self.around.ended() {
                 break end;
             }
             self.wait();
         };
         self.finish(end)
+    }
+
+    fn tell_of_room(&mut self) {
+        for (device, room) in self.around.room_news() {
+            if room.full && room.changed {
+                log::say(&format_args!("{device}: the host has no room for what its guest writes"));
+            }
+            let event = if room.full { Event::DiskFull { device } } else { Event::DiskHasRoom { device } };
+            self.clients.tell(&event, &self.epoll);
+        }
     }
 
     fn wait(&mut self) {
@@ -184,7 +195,7 @@ fn answer(running: &mut Running, around: &Around, request: &Request) -> Reply {
         Request::Snapshot { .. } => {
             return refused("memory images can't be made yet; shut the guest down instead");
         }
-        Request::Pause | Request::Resume | Request::PowerButton if over => {
+        Request::Pause | Request::Resume | Request::PowerButton | Request::GrowDisk { .. } if over => {
             return refused("the guest has ended");
         }
         Request::Pause => running.machine.pause(),
@@ -194,6 +205,7 @@ fn answer(running: &mut Running, around: &Around, request: &Request) -> Reply {
                 return refused(&format!("the power button can't be pressed: {error}"));
             }
         }
+        Request::GrowDisk { disk, bytes } => return super::grow::grow(&running.disks, disk, *bytes),
         Request::Shutdown => around.end(End::Host),
         // Who keeps the clients sees to it.
         Request::Subscribe => {}
@@ -217,6 +229,7 @@ fn status(running: &Running, around: &Around) -> Status {
         cpus: running.cpus,
         memory_bytes: running.memory_bytes,
         broken: broken(around),
+        full: around.full(),
         counters: Counters {
             console_bytes: running.serial.console_bytes(),
             reclaimed_bytes: running.balloon.as_ref().map_or(0, BalloonHandle::reclaimed),

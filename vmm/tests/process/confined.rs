@@ -11,6 +11,7 @@ use torpor_vmm_api::{Event, Reply, Request};
 
 use crate::drive::Driver;
 use crate::guest::{Step, kernel, say};
+use crate::paces::{accompany, agent};
 use crate::vm::{Setup, has, until};
 
 const UID: u32 = 61_236;
@@ -56,6 +57,57 @@ fn every_thread_of_a_confined_vm_is_filtered_and_the_process_has_no_rights_and_n
     assert!(targets.iter().all(|target| known.iter().any(|end| target.ends_with(end))), "{targets:?}");
     drop(vm.control().ask(&Request::Shutdown));
     assert_eq!(vm.ended().code(), Some(13), "{}", vm.log());
+}
+
+/// A confined guest that connects to port 7 of the host; its listeners are in a folder of that mode that is root's and the
+/// group's of the jail's user.
+fn calling(mode: u32) -> (Setup, UnixListener) {
+    let driver = agent(0);
+    let mut steps = say("up");
+    steps.extend(driver.steps.iter().copied());
+    steps.extend(say("through"));
+    let mut setup = Setup::new(&kernel(&steps, &driver.memory()));
+    let (run, ports) = (setup.path("run"), setup.path("run").join("ports"));
+    fs::create_dir_all(&ports).unwrap();
+    let listener = UnixListener::bind(ports.join("7")).unwrap();
+    fs::set_permissions(ports.join("7"), fs::Permissions::from_mode(0o666)).unwrap();
+    std::os::unix::fs::chown(&ports, Some(0), Some(UID)).unwrap();
+    // As the driver makes them: nobody but root gets to the run's folder.
+    fs::set_permissions(&ports, fs::Permissions::from_mode(mode)).unwrap();
+    fs::set_permissions(&run, fs::Permissions::from_mode(0o700)).unwrap();
+    setup.config["memory_bytes"] = json!(16 << 20);
+    setup.config["vsock"] = json!({"cid": 3, "socket": run.join("vsock"), "ports": ports});
+    setup.config["jail"] = json!({"uid": UID});
+    (setup, listener)
+}
+
+#[test]
+fn a_guest_reaches_a_listener_of_the_host_out_of_a_jail_that_nothing_else_leads_out_of() {
+    let test = "a_guest_reaches_a_listener_of_the_host_out_of_a_jail_that_nothing_else_leads_out_of";
+    if !has(test, "kvm") || !has(test, "root") {
+        return;
+    }
+    let (setup, listener) = calling(0o710);
+    let mut vm = setup.start();
+    accompany(&mut vm, &listener);
+    vm.console("through");
+    assert!(!vm.log().contains("can't search"), "{}", vm.log());
+    drop(vm.control().ask(&Request::Shutdown));
+    assert_eq!(vm.ended().code(), Some(13), "{}", vm.log());
+}
+
+#[test]
+fn a_folder_of_listeners_that_the_jails_user_cannot_search_is_told_of() {
+    let test = "a_folder_of_listeners_that_the_jails_user_cannot_search_is_told_of";
+    if !has(test, "kvm") || !has(test, "root") {
+        return;
+    }
+    let (setup, listener) = calling(0o700);
+    let vm = setup.start();
+    vm.console("up");
+    until("the word about it", || vm.log().contains(&format!("user {UID} can't search")).then_some(()));
+    listener.set_nonblocking(true).unwrap();
+    assert!(listener.accept().is_err(), "it was refused");
 }
 
 #[test]

@@ -22,6 +22,8 @@ const WRITE: u16 = 2;
 pub enum Part {
     Give(Vec<u8>),
     Take(u32),
+    /// Memory that lies there already, at an address, of a length; for the device to write or to read.
+    At(u32, u32, bool),
 }
 
 /// A device's driver, written down ahead of time.
@@ -98,27 +100,36 @@ impl Driver {
         self.set(0x70, 0);
     }
 
-    /// Writes a request down; it is made available by [`Driver::offer`].
-    pub fn request(&mut self, queue: usize, parts: &[Part]) {
+    /// Writes a request down; it is made available by [`Driver::offer`]. Returns where its last part is.
+    pub fn request(&mut self, queue: usize, parts: &[Part]) -> u32 {
         let first = (self.queues[queue].descriptors.len() / 16) as u16;
         self.queues[queue].heads.push(first);
+        let mut last = 0;
         for (place, part) in parts.iter().enumerate() {
+            last = self.buffers;
             let (length, mut flags) = match part {
                 Part::Give(bytes) => {
                     self.pieces.push((self.buffers, bytes.clone()));
                     (bytes.len() as u32, 0)
                 }
                 Part::Take(length) => (*length, WRITE),
+                Part::At(address, length, write) => {
+                    last = *address;
+                    (*length, if *write { WRITE } else { 0 })
+                }
             };
             let next = if place + 1 < parts.len() { first + place as u16 + 1 } else { 0 };
             flags |= if next > 0 { NEXT } else { 0 };
             let descriptors = &mut self.queues[queue].descriptors;
-            descriptors.extend(u64::from(self.buffers).to_le_bytes());
+            descriptors.extend(u64::from(last).to_le_bytes());
             descriptors.extend(length.to_le_bytes());
             descriptors.extend(flags.to_le_bytes());
             descriptors.extend(next.to_le_bytes());
-            self.buffers += length.next_multiple_of(16);
+            if !matches!(part, Part::At(..)) {
+                self.buffers += length.next_multiple_of(16);
+            }
         }
+        last
     }
 
     /// Makes the first `count` requests available and kicks.

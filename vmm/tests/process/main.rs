@@ -9,5 +9,6 @@ mod vm;
 mod configs;
 mod confined;
 mod controls;
+mod disks;
 mod ends;
 mod paces;

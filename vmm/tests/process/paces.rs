@@ -98,7 +98,7 @@ fn net(place: u32) -> Driver {
 }
 
 /// Connects to port 7 of the host, sends, receives, ends; then waits for a client of the host's.
-fn agent(place: u32) -> Driver {
+pub(crate) fn agent(place: u32) -> Driver {
     let mut driver = Driver::new(place, 3, 8);
     for _ in 0..8 {
         driver.request(0, &[Part::Take(4096)]);
@@ -169,7 +169,7 @@ fn setup(tap: &OwnedFd) -> Setup {
 }
 
 /// What the host does meanwhile; returns when the guest has been through its list.
-fn accompany(vm: &mut Vm, listener: &UnixListener) {
+pub(crate) fn accompany(vm: &mut Vm, listener: &UnixListener) {
     listener.set_nonblocking(true).unwrap();
     let (mut guest, _) = until("the guest's connection", || {
         assert!(vm.child.try_wait().unwrap().is_none(), "it was killed: see calls.trace");
@@ -189,6 +189,8 @@ fn interview(control: &mut Control) {
     for request in [Request::Pause, Request::Resume, Request::PowerButton] {
         assert_eq!(control.ask(&request), Reply::Done);
     }
+    let bytes = 3 * MIB;
+    assert_eq!(control.ask(&Request::GrowDisk { disk: "root".into(), bytes }), Reply::Grown { bytes });
     let mut exits = || match control.ask(&Request::Status) {
         Reply::Status(status) => status.counters.exits,
         other => panic!("{other:?}"),

@@ -296,8 +296,12 @@ fn unpack_block(mut block: &[u8], unpacked: &mut Vec<u8>) {
         let distance = take(&mut block) | (take(&mut block) << 8);
         let matched = length(&mut block, token & 15) + 4;
         let from = unpacked.len() - distance;
-        for at in from..from + matched {
-            unpacked.push(unpacked[at]);
+        // What is copied may not be there yet: then it repeats itself.
+        let mut left = matched;
+        while left > 0 {
+            let count = left.min(unpacked.len() - from);
+            unpacked.extend_from_within(from..from + count);
+            left -= count;
         }
     }
 }

@@ -4,7 +4,7 @@ mod export;
 
 use clap::{Args, Subcommand};
 use torpor_sandbox::spec::size;
-use torpor_sdk::{Error, v1};
+use torpor_sdk::{Error, phase, v1};
 
 use super::Outcome;
 use crate::{
@@ -35,7 +35,7 @@ pub struct DiskArgs {
 pub enum DiskCommand {
     /// Show size, use, layers and, with --check, whether all is in order.
     Show(ShowArgs),
-    /// Make the disk of a sandbox at rest larger; its guest sees it at the next start.
+    /// Make the disk of a sandbox larger, at rest or (machine kvm) while it runs.
     Grow(GrowArgs),
     /// Give back to the host what the guest of a sandbox at rest no longer uses.
     Compact(CompactArgs),
@@ -158,7 +158,9 @@ async fn grow(session: &Session, args: GrowArgs) -> Outcome {
         let text = |s: &v1::Sandbox| {
             let bytes = s.spec.as_ref().and_then(|spec| spec.resources).and_then(|r| r.disk_bytes);
             let bytes = size(bytes.unwrap_or_default());
-            format!("{} has a disk of {bytes}; its guest sees it at the next start\n", clean(&s.name))
+            let runs = phase::of(s) == v1::Phase::Ready;
+            let when = if runs { "now" } else { "at the next start" };
+            format!("{} has a disk of {bytes}; its guest sees it {when}\n", clean(&s.name))
         };
         all.iter().map(text).collect()
     };

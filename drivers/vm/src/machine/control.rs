@@ -9,12 +9,15 @@ use std::{
 
 use async_trait::async_trait;
 use tokio::time::timeout;
-use torpor_vmm_api::{Event, Reply, Request, VmState};
+use torpor_sandbox::DriverError;
+use torpor_vmm_api::{Event, GrowProblem, Reply, Request, VmState};
 
-use super::{GuestEnd, Monitor, kvm, lines::Lines};
+use super::{GuestEnd, Monitor, News, kvm, lines::Lines};
 
 /// The VMM answers at once unless it hangs.
 const ANSWER: Duration = Duration::from_secs(5);
+/// Unless it has all tables of a large disk to read first.
+const LONG_ANSWER: Duration = Duration::from_secs(60);
 /// The longest line that makes sense, bytes.
 const LONGEST: usize = 64 << 10;
 /// More devices than a machine has.
@@ -26,6 +29,8 @@ pub(crate) struct Control {
     lines: Lines,
     /// Seen on the way to something else.
     end: Option<GuestEnd>,
+    /// A disk without room, not yet handed on.
+    full: bool,
     /// Devices that were said to be broken.
     broken: BTreeSet<String>,
     run_dir: PathBuf,
@@ -35,20 +40,25 @@ impl Control {
     /// Connects and asks for events.
     pub(crate) async fn connect(path: &Path, run_dir: &Path) -> io::Result<Self> {
         let lines = Lines::connect(path, "torpor-vmm", LONGEST).await?;
-        let mut control = Self { lines, end: None, broken: BTreeSet::new(), run_dir: run_dir.to_owned() };
+        let mut control =
+            Self { lines, end: None, full: false, broken: BTreeSet::new(), run_dir: run_dir.to_owned() };
         control.ask(&Request::Subscribe).await?;
-        if let Reply::Status(status) = control.ask(&Request::Status).await?
-            && status.state == VmState::Ended
-            && control.end.is_none()
-        {
-            // The event came before we listened: the process is on its way out and leaves its reason.
-            return Err(io::ErrorKind::NotConnected.into());
+        if let Reply::Status(status) = control.ask(&Request::Status).await? {
+            if status.state == VmState::Ended && control.end.is_none() {
+                // The event came before we listened: the process is on its way out and leaves its reason.
+                return Err(io::ErrorKind::NotConnected.into());
+            }
+            control.full |= !status.full.is_empty();
         }
         Ok(control)
     }
 
     /// One request and its answer; events in between are kept.
     async fn ask(&mut self, request: &Request) -> io::Result<Reply> {
+        self.ask_within(request, ANSWER).await
+    }
+
+    async fn ask_within(&mut self, request: &Request, limit: Duration) -> io::Result<Reply> {
         let text = serde_json::to_string(request)?;
         let exchange = async {
             self.lines.send(&text).await?;
@@ -62,7 +72,7 @@ impl Control {
                 }
             }
         };
-        timeout(ANSWER, exchange).await.map_err(|_| {
+        timeout(limit, exchange).await.map_err(|_| {
             io::Error::new(io::ErrorKind::TimedOut, "torpor-vmm's control socket does not answer")
         })?
     }
@@ -76,17 +86,21 @@ impl Control {
             {
                 tracing::warn!(run_dir = %self.run_dir.display(), device, reason, "a guest broke a device");
             }
-            Event::DeviceBroken { .. } => {}
+            Event::DiskFull { .. } => self.full = true,
+            Event::DeviceBroken { .. } | Event::DiskHasRoom { .. } => {}
         }
     }
 }
 
 #[async_trait]
 impl Monitor for Control {
-    async fn guest_end(&mut self) -> io::Result<GuestEnd> {
+    async fn news(&mut self) -> io::Result<News> {
         loop {
             if let Some(end) = self.end {
-                return Ok(end);
+                return Ok(News::Ended(end));
+            }
+            if std::mem::take(&mut self.full) {
+                return Ok(News::DiskFull);
             }
             if let Reply::Event(event) = self.lines.next().await? {
                 self.note(&event);
@@ -97,6 +111,19 @@ impl Monitor for Control {
     async fn console(&mut self) -> io::Result<Vec<u8>> {
         let run_dir = self.run_dir.clone();
         tokio::task::spawn_blocking(move || kvm::take_console(&run_dir)).await.map_err(io::Error::other)?
+    }
+
+    async fn grow_disk(&mut self, bytes: u64) -> io::Result<Result<u64, DriverError>> {
+        let request = Request::GrowDisk { disk: kvm::ROOT_DISK.to_owned(), bytes };
+        Ok(match self.ask_within(&request, LONG_ANSWER).await? {
+            Reply::Grown { bytes } => Ok(bytes),
+            Reply::NotGrown { problem: GrowProblem::Invalid, reason } => Err(DriverError::Invalid(reason)),
+            Reply::NotGrown { problem: GrowProblem::NoSpace, reason } => Err(DriverError::NoSpace(reason)),
+            Reply::NotGrown { problem: GrowProblem::Failed, reason } => {
+                Err(DriverError::backend("grow the disk", reason))
+            }
+            other => Err(DriverError::backend("grow the disk", format!("torpor-vmm answered {other:?}"))),
+        })
     }
 
     async fn quit(&mut self) -> io::Result<()> {
@@ -134,9 +161,38 @@ mod tests {
             stream
         });
         let mut control = Control::connect(&path, folder.path()).await.unwrap();
-        assert_eq!(control.guest_end().await.unwrap(), GuestEnd::Reset);
+        assert_eq!(control.news().await.unwrap(), News::Ended(GuestEnd::Reset));
         drop(vmm.await.unwrap());
         assert!(control.quit().await.is_err(), "the process is gone");
+    }
+
+    #[tokio::test]
+    async fn a_disk_without_room_is_handed_on_each_time_and_a_growth_in_between_gets_its_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut stream = BufReader::new(stream);
+            let full = Reply::Event(Event::DiskFull { device: "block vda".into() });
+            let not = Reply::NotGrown { problem: GrowProblem::Invalid, reason: "too small".into() };
+            let answers = [vec![Reply::Done], vec![Reply::Done, full.clone(), full.clone()], vec![full, not]];
+            for answers in answers {
+                let mut line = String::new();
+                stream.read_line(&mut line).await.unwrap();
+                for answer in answers {
+                    let text = serde_json::to_string(&answer).unwrap();
+                    stream.write_all(format!("{text}\n").as_bytes()).await.unwrap();
+                }
+            }
+            std::future::pending::<()>().await;
+        });
+        let mut control = Control::connect(&path, folder.path()).await.unwrap();
+        assert_eq!(control.news().await.unwrap(), News::DiskFull);
+        assert_eq!(control.news().await.unwrap(), News::DiskFull);
+        let refused = control.grow_disk(7).await.unwrap();
+        assert!(matches!(refused, Err(DriverError::Invalid(reason)) if reason == "too small"));
+        assert_eq!(control.news().await.unwrap(), News::DiskFull);
     }
 
     #[tokio::test]

@@ -1,18 +1,23 @@
 //! torpor-vmm on KVM: our own monitor, the machine that the product is made for.
 
 use std::{
-    fs::File,
+    fs::{self, File, Permissions},
     io::{self, Read as _},
     os::{
         fd::{AsRawFd as _, OwnedFd},
-        unix::{fs::FileExt as _, net::UnixListener},
+        unix::{
+            fs::{FileExt as _, PermissionsExt as _},
+            net::UnixListener,
+        },
     },
     path::{Path, PathBuf},
 };
 
 use async_trait::async_trait;
 use torpor_sandbox::DriverError;
-use torpor_vmm_api::{AgentSocket, Config, Disk, End, EndFile, Jail, Net, Source, console::ConsoleReader};
+use torpor_vmm_api::{
+    AgentSocket, Config, Disk, End, EndFile, HugePages, Jail, Net, Source, console::ConsoleReader,
+};
 
 use super::{AgentEndpoint, GuestEnd, LastWords, Launch, Machine, Monitor, Plan, control::Control};
 use crate::sys;
@@ -21,9 +26,8 @@ use crate::sys;
 pub(crate) const NAME: &str = "kvm";
 /// The program when it is looked up in PATH.
 pub(crate) const PROGRAM: &str = "torpor-vmm";
-/// CPUs of a VM of this machine. A stock kernel with two hangs early in the box (not with one, and not with QEMU on the same KVM);
-/// until that is understood, sandboxes with more run on QEMU.
-pub(crate) const MOST_CPUS: u32 = 1;
+/// CPUs of a VM of this machine; sandboxes with more run on QEMU.
+pub(crate) const MOST_CPUS: u32 = torpor_vmm_api::MOST_CPUS as u32;
 /// Where the agent listens on vsock (agent/src/serve.rs).
 const AGENT_PORT: u32 = 1024;
 /// Guest memory is a multiple of this, bytes.
@@ -32,8 +36,13 @@ const MEMORY_STEP: u64 = 2 << 20;
 /// this machine: there is no keyboard, and the console is for what goes wrong.
 const COMMAND_LINE: &str = "console=ttyS0 quiet reboot=t panic=-1 cryptomgr.notests i8042.noaux i8042.nokbd";
 
+/// The serial number of the disk that the guest boots from.
+pub(super) const ROOT_DISK: &str = "root";
 const CONTROL: &str = "control.sock";
 const VSOCK: &str = "vsock.sock";
+/// The folder of the listeners that the guest reaches over vsock, each named by its port. It is all that torpor-vmm sees of
+/// the file system.
+const PORTS: &str = "ports";
 const CONSOLE: &str = "console.ring";
 /// How far the console was taken over: a later gateway goes on from there.
 const CONSOLE_READ: &str = "console.read";
@@ -53,6 +62,29 @@ impl Kvm {
     }
 }
 
+/// Guests of up to so many bytes report free memory in small pieces.
+const SMALL: u64 = 1 << 30;
+/// Of 64 KiB: 2 to the power of so many pages.
+const SMALL_REPORT: u32 = 4;
+/// Whether the host's kernel makes huge pages of what nobody asked it to.
+const TRANSPARENT_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+
+/// The command line of a guest with so much memory, on a host that makes huge pages unasked or doesn't.
+fn command_line(memory_bytes: u64, huge_pages: bool) -> String {
+    let mut line = COMMAND_LINE.to_owned();
+    // In a small guest free memory hardly ever lies together in the 2 MiB that a kernel reports by itself. Where the host
+    // backs guests by huge pages, parts of them would stay all the same.
+    if memory_bytes <= SMALL && !huge_pages {
+        line += &format!(" page_reporting.page_reporting_order={SMALL_REPORT}");
+    }
+    line
+}
+
+fn makes_huge_pages() -> bool {
+    // A kernel without the file has no such pages.
+    fs::read_to_string(TRANSPARENT_HUGE_PAGES).is_ok_and(|text| text.contains("[always]"))
+}
+
 /// The whole configuration of a VM; the numbers of its descriptors are those in this process.
 fn config(launch: &Launch<'_>, control: &OwnedFd, vsock: &OwnedFd) -> Result<Config, DriverError> {
     let path = |path: &Path| Source::Path(path.to_owned());
@@ -61,7 +93,7 @@ fn config(launch: &Launch<'_>, control: &OwnedFd, vsock: &OwnedFd) -> Result<Con
         image: Source::Fd(0),
         path: launch.overlay.to_owned(),
         base: path(launch.base),
-        serial: "root".to_owned(),
+        serial: ROOT_DISK.to_owned(),
         rate: None,
     };
     let net = Net {
@@ -74,16 +106,17 @@ fn config(launch: &Launch<'_>, control: &OwnedFd, vsock: &OwnedFd) -> Result<Con
     let vsock = AgentSocket {
         cid: launch.net.cid,
         socket: launch.run_dir.join(VSOCK),
+        ports: Some(launch.run_dir.join(PORTS)),
         listener_fd: Some(vsock.as_raw_fd()),
         connections: 256,
     };
     Ok(Config {
         cpus: u8::try_from(launch.cpus).map_err(|_| invalid("resources.cpus", launch.cpus.into()))?,
         memory_bytes: launch.memory_bytes.next_multiple_of(MEMORY_STEP),
-        huge_pages: false,
+        huge_pages: HugePages::Default,
         kernel: path(launch.kernel),
         initramfs: Some(path(launch.initramfs)),
-        command_line: COMMAND_LINE.to_owned(),
+        command_line: command_line(launch.memory_bytes, makes_huge_pages()),
         disks: vec![disk],
         net: Some(net),
         vsock: Some(vsock),
@@ -105,6 +138,16 @@ fn listen(run_dir: &Path, name: &str) -> Result<OwnedFd, DriverError> {
         .map_err(|source| DriverError::backend(format!("listen on {}", path.display()), source))
 }
 
+/// Makes the folder of the listeners for the guest: the VM's user may look names up in it, and no more; nobody else may
+/// even that.
+fn make_ports(run_dir: &Path, uid: Option<u32>) -> Result<(), DriverError> {
+    let path = run_dir.join(PORTS);
+    let made = fs::create_dir(&path)
+        .and_then(|()| uid.map_or(Ok(()), |uid| std::os::unix::fs::chown(&path, None, Some(uid))))
+        .and_then(|()| fs::set_permissions(&path, Permissions::from_mode(0o710)));
+    made.map_err(|source| DriverError::backend(format!("make {}", path.display()), source))
+}
+
 #[async_trait]
 impl Machine for Kvm {
     fn name(&self) -> &'static str {
@@ -121,6 +164,7 @@ impl Machine for Kvm {
 
     fn plan(&self, launch: &Launch<'_>) -> Result<Plan, DriverError> {
         let (control, vsock) = (listen(launch.run_dir, CONTROL)?, listen(launch.run_dir, VSOCK)?);
+        make_ports(launch.run_dir, launch.uid)?;
         let config = config(launch, &control, &vsock)?;
         let text = serde_json::to_vec(&config)
             .map_err(|source| DriverError::backend("write the VM's configuration", source))?;
@@ -209,6 +253,33 @@ mod tests {
 
     use super::*;
 
+    /// Only root can give a folder to another user.
+    fn uid() -> Option<u32> {
+        rustix::process::geteuid().is_root().then_some(70_000)
+    }
+
+    #[test]
+    fn the_folder_of_what_the_guest_reaches_is_searchable_by_its_user_and_by_nobody_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let (_plan, config) = planned(folder.path());
+        let ports = config.vsock.unwrap().ports.unwrap();
+        let found = fs::metadata(&ports).unwrap();
+        assert_eq!(found.permissions().mode() & 0o777, 0o710);
+        if let Some(uid) = uid() {
+            assert_eq!(std::os::unix::fs::MetadataExt::gid(&found), uid);
+        }
+        // A second start of the run finds nothing of the first: the run's folder is made anew.
+        assert!(make_ports(folder.path(), None).is_err());
+    }
+
+    #[test]
+    fn small_guests_report_free_memory_in_small_pieces_where_the_host_can_use_them() {
+        let order = "page_reporting.page_reporting_order=4";
+        assert!(command_line(256 << 20, false).ends_with(order));
+        assert!(!command_line(256 << 20, true).contains(order));
+        assert!(!command_line(2 << 30, false).contains(order));
+    }
+
     fn planned(run_dir: &Path) -> (Plan, Config) {
         let net = PoolConfig::default().guest_net("sb-x", Slot(1)).unwrap();
         let launch = Launch {
@@ -222,7 +293,7 @@ mod tests {
             memory_bytes: 255 << 20,
             net: &net,
             mtu: 1400,
-            uid: Some(70_000),
+            uid: uid(),
             tap_fd: 9,
         };
         let plan = Kvm::new(Path::new("/usr/lib/torpor/torpor-vmm")).plan(&launch).unwrap();
@@ -240,7 +311,7 @@ mod tests {
         assert_eq!((config.cpus, config.memory_bytes), (2, 256 << 20));
         assert_eq!(config.net.as_ref().map(|net| (net.tap_fd, net.mtu)), Some((9, 1400)));
         assert!(matches!(&config.disks[..], [Disk::Overlay { image: Source::Fd(0), .. }]));
-        assert_eq!(config.jail, Some(Jail { uid: Some(70_000), root: None, seccomp: true, cgroup: None }));
+        assert_eq!(config.jail, Some(Jail { uid: uid(), root: None, seccomp: true, cgroup: None }));
     }
 
     #[test]

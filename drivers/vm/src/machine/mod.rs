@@ -80,6 +80,15 @@ pub(crate) enum GuestEnd {
     Ordered,
 }
 
+/// What a running machine says by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum News {
+    /// The guest has ended while the machine's process is still there. Said again to who asks again.
+    Ended(GuestEnd),
+    /// The host has no room for what the guest writes. Said again and again as long as it lasts.
+    DiskFull,
+}
+
 /// What a machine's process left when it ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LastWords {
@@ -119,10 +128,13 @@ pub(crate) trait Machine: Send + Sync + std::fmt::Debug {
 /// A connection to a running machine. An error means that it is lost; another one may be made.
 #[async_trait]
 pub(crate) trait Monitor: Send {
-    /// Waits until the guest has ended while the machine's process is still there. May be dropped and called again.
-    async fn guest_end(&mut self) -> io::Result<GuestEnd>;
+    /// Waits until the machine has something to say. May be dropped and called again.
+    async fn news(&mut self) -> io::Result<News>;
     /// What the guest has written to its console since the last call, of bounded length.
     async fn console(&mut self) -> io::Result<Vec<u8>>;
+    /// Makes the guest's root disk larger while the guest uses it, and tells the guest; its size then, bytes. The inner
+    /// error is the machine's answer.
+    async fn grow_disk(&mut self, bytes: u64) -> io::Result<Result<u64, DriverError>>;
     /// Asks the machine's process to end.
     async fn quit(&mut self) -> io::Result<()>;
 }
@@ -139,8 +151,7 @@ pub(crate) struct Machines {
 }
 
 impl Machines {
-    /// The machines that there are. "auto" is qemu, on KVM where that runs a stock kernel: torpor-vmm has two hangs that are not
-    /// understood yet (docs/decisions/0008), so it has to be asked for.
+    /// The machines that there are. "auto" is torpor-vmm where KVM runs a stock kernel, and QEMU in software emulation elsewhere.
     pub(crate) fn open(config: &VmConfig, probe: &Probe) -> Result<Self, ConfigError> {
         let qemu: Arc<dyn Machine> = Arc::new(qemu::Qemu::new(&config.qemu, probe));
         let kvm = match (&config.vmm, probe.usable) {
@@ -152,10 +163,7 @@ impl Machines {
             ),
         };
         let (default, choice) = match (config.machine.as_str(), &kvm) {
-            ("auto", Ok(_)) => (
-                Arc::clone(&qemu),
-                "qemu on KVM, which runs a stock kernel here; 'kvm' has to be asked for".to_owned(),
-            ),
+            ("auto", Ok(kvm)) => (Arc::clone(kvm), "kvm: this host's KVM runs a stock kernel".to_owned()),
             ("auto", Err(why)) => (Arc::clone(&qemu), format!("qemu: {why}")),
             ("qemu", _) => (Arc::clone(&qemu), "qemu: the configuration says so".to_owned()),
             ("kvm", Ok(kvm)) => (Arc::clone(kvm), "kvm: the configuration says so".to_owned()),
@@ -174,7 +182,7 @@ impl Machines {
             ("auto", _) => Ok(Arc::clone(&self.default)),
             ("qemu", _) => Ok(Arc::clone(&self.qemu)),
             ("kvm", Ok(_)) if cpus > kvm::MOST_CPUS => Err(DriverError::Unsupported(format!(
-                "machine: 'kvm' has at most {} CPU in this version, {cpus} asked for; use auto or qemu",
+                "machine: 'kvm' has at most {} CPUs, {cpus} asked for; use auto or qemu",
                 kvm::MOST_CPUS
             ))),
             ("kvm", Ok(kvm)) => Ok(Arc::clone(kvm)),

@@ -5,8 +5,9 @@ use std::{io, path::Path, time::Duration};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::timeout;
+use torpor_sandbox::DriverError;
 
-use super::{GuestEnd, Monitor, lines::Lines};
+use super::{GuestEnd, Monitor, News, lines::Lines};
 
 /// QEMU answers at once unless its main loop hangs.
 const ANSWER: Duration = Duration::from_secs(5);
@@ -19,6 +20,8 @@ pub(crate) struct Qmp {
     lines: Lines,
     /// Seen on the way to something else.
     end: Option<GuestEnd>,
+    /// A disk without room, not yet handed on.
+    full: bool,
     ring: &'static str,
     ring_bytes: usize,
     /// Number of the last command: answers carry it, so that one that nobody waits for any more is told from the next.
@@ -45,11 +48,16 @@ impl Qmp {
     /// Connects and finds out whether the guest has ended already. `ring` is the console's ring buffer device.
     pub(crate) async fn connect(path: &Path, ring: &'static str, ring_bytes: usize) -> io::Result<Self> {
         let lines = Lines::connect(path, "QEMU's monitor", LONGEST).await?;
-        let mut qmp = Self { lines, end: None, ring, ring_bytes, last: 0 };
+        let mut qmp = Self { lines, end: None, full: false, ring, ring_bytes, last: 0 };
         qmp.ask(json!({ "execute": "qmp_capabilities" })).await?;
         let status = qmp.ask(json!({ "execute": "query-status" })).await?;
         qmp.end = qmp.end.or_else(|| end_of_status(status["status"].as_str().unwrap_or_default()));
         Ok(qmp)
+    }
+
+    fn note(&mut self, line: &Line) {
+        self.end = self.end.or(end_of_event(line));
+        self.full |= line.event.as_deref() == Some("BLOCK_IO_ERROR") && line.data["nospace"] == true;
     }
 
     /// One command and its answer; events in between are kept.
@@ -70,7 +78,7 @@ impl Qmp {
                 if let Some(result) = line.result {
                     return Ok(result);
                 }
-                self.end = self.end.or(end_of_event(&line));
+                self.note(&line);
             }
         };
         timeout(ANSWER, exchange)
@@ -99,13 +107,16 @@ fn end_of_event(line: &Line) -> Option<GuestEnd> {
 
 #[async_trait::async_trait]
 impl Monitor for Qmp {
-    async fn guest_end(&mut self) -> io::Result<GuestEnd> {
+    async fn news(&mut self) -> io::Result<News> {
         loop {
             if let Some(end) = self.end {
-                return Ok(end);
+                return Ok(News::Ended(end));
+            }
+            if std::mem::take(&mut self.full) {
+                return Ok(News::DiskFull);
             }
             let line: Line = self.lines.next().await?;
-            self.end = end_of_event(&line);
+            self.note(&line);
             // The machine also stops when KVM gives up on the guest; only the status says so.
             if self.end.is_none() && line.event.as_deref() == Some("STOP") {
                 let status = self.ask(json!({ "execute": "query-status" })).await?;
@@ -120,6 +131,12 @@ impl Monitor for Qmp {
         decode_base64(text.as_str().unwrap_or_default()).ok_or_else(|| {
             io::Error::new(io::ErrorKind::InvalidData, "QEMU sent a console that is not base64")
         })
+    }
+
+    async fn grow_disk(&mut self, _bytes: u64) -> io::Result<Result<u64, DriverError>> {
+        // QEMU would lay the new tables out in a way that the overlay crate doesn't.
+        let text = "a running disk of a QEMU machine; suspend the sandbox first".to_owned();
+        Ok(Err(DriverError::Unsupported(text)))
     }
 
     async fn quit(&mut self) -> io::Result<()> {
@@ -204,7 +221,7 @@ mod tests {
         ])
         .await;
         let mut qmp = qmp.unwrap();
-        assert_eq!(qmp.guest_end().await.unwrap(), GuestEnd::PowerOff);
+        assert_eq!(qmp.news().await.unwrap(), News::Ended(GuestEnd::PowerOff));
         assert_eq!(qmp.console().await.unwrap(), b"hi");
         assert_eq!(qmp.quit().await.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     }
@@ -217,6 +234,20 @@ mod tests {
         let (_folder, qmp) =
             scripted(vec!["{\"return\": {}}\n", "{\"return\": {\"status\": \"running\"}}\n"]).await;
         assert_eq!(qmp.unwrap().end, None);
+    }
+
+    #[tokio::test]
+    async fn only_an_error_for_lack_of_room_is_one() {
+        let events = "{\"event\": \"BLOCK_IO_ERROR\", \"data\": {\"nospace\": false, \"reason\": \"x\"}}\n\
+                      {\"event\": \"BLOCK_IO_ERROR\", \"data\": {\"nospace\": true, \"reason\": \"full\"}}\n\
+                      {\"event\": \"SHUTDOWN\", \"data\": {\"reason\": \"guest-reset\"}}\n";
+        let status = format!("{{\"return\": {{\"status\": \"running\"}}}}\n{events}");
+        let status: &'static str = status.leak();
+        let (_folder, qmp) = scripted(vec!["{\"return\": {}}\n", status]).await;
+        let mut qmp = qmp.unwrap();
+        assert_eq!(qmp.news().await.unwrap(), News::DiskFull);
+        assert_eq!(qmp.news().await.unwrap(), News::Ended(GuestEnd::Reset));
+        assert!(matches!(qmp.grow_disk(1).await.unwrap(), Err(DriverError::Unsupported(_))));
     }
 
     #[tokio::test]

@@ -204,6 +204,8 @@ impl Bench {
             stop_grace: Duration::from_secs(5),
             machine: "auto".into(),
             kernel: None,
+            egress: None,
+            volumes: Vec::new(),
         }
     }
 

@@ -2,32 +2,36 @@
 //!
 //! - `request`: from a chain of buffers to a checked request.
 //! - `service`: the threads that take requests, do them and give them back.
+//! - `room`: requests that wait until a full host has room.
 
 mod request;
+mod room;
 mod service;
 #[cfg(test)]
 mod tests;
 
 use std::io;
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use torpor_overlay::Block;
 use torpor_vmm_api::RateLimit;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
-    VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
+    VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
 };
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
-use self::request::{ID_BYTES, MAX_RANGE_SECTORS, MAX_RANGES, SECTOR};
+use self::request::{ID_BYTES, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT, MAX_SEGMENTS, SECTOR};
+use self::room::Room;
 use self::service::{Disk, Service};
 use super::rate::Limiter;
-use super::{Activation, DeviceError, VirtioDevice, ring::Ring};
+use super::{Activation, DeviceError, Interrupt, VirtioDevice, ring::Ring};
 use crate::host::Surroundings;
 
 /// Entries of the queue.
 const QUEUE_SIZE: u16 = 256;
+const _: () = assert!(MAX_SEGMENTS == QUEUE_SIZE as u32 - 2);
 /// Exponent of the physical block in logical ones of 512 bytes: 4 KiB.
 const PHYSICAL_BLOCK: u8 = 3;
 
@@ -45,6 +49,28 @@ pub struct BlockOptions {
     pub rate: Option<RateLimit>,
     /// Bytes of which whole ones are given up by a discard: an overlay's cluster.
     pub discard_unit: u32,
+    /// How long a request waits for room on a full host before it fails.
+    pub patience: Duration,
+}
+
+/// While the driver is there.
+type Line = Arc<Mutex<Option<Arc<Interrupt>>>>;
+
+fn line(line: &Line) -> MutexGuard<'_, Option<Arc<Interrupt>>> {
+    line.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Tells the device from outside what happened to its disk. Clones are the same device.
+#[derive(Clone, Debug)]
+pub struct BlockHandle(Line);
+
+impl BlockHandle {
+    /// The disk has another size: the guest is told to look.
+    pub fn resized(&self) {
+        if let Some(interrupt) = &*line(&self.0) {
+            interrupt.config_changed();
+        }
+    }
 }
 
 /// The block device.
@@ -54,6 +80,8 @@ pub struct BlockDevice {
     read_only: bool,
     rate: Option<RateLimit>,
     discard_unit: u32,
+    patience: Duration,
+    interrupt: Line,
     service: Option<Service>,
 }
 
@@ -75,8 +103,15 @@ impl BlockDevice {
             read_only: options.read_only,
             rate: options.rate,
             discard_unit: options.discard_unit,
+            patience: options.patience,
+            interrupt: Line::default(),
             service: None,
         }
+    }
+
+    /// The handle.
+    pub fn handle(&self) -> BlockHandle {
+        BlockHandle(Arc::clone(&self.interrupt))
     }
 
     /// The configuration space (virtio 1.2, section 5.2.4).
@@ -84,7 +119,8 @@ impl BlockDevice {
         let mut config = [0; 60];
         let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, &(self.disk.disk.size() / SECTOR).to_le_bytes());
-        put(12, &u32::from(QUEUE_SIZE - 2).to_le_bytes()); // seg_max: a chain also holds header and status
+        put(8, &MAX_SEGMENT.to_le_bytes()); // size_max
+        put(12, &MAX_SEGMENTS.to_le_bytes()); // seg_max
         put(20, &(SECTOR as u32).to_le_bytes()); // blk_size
         put(24, &[PHYSICAL_BLOCK, 0]);
         put(26, &(1u16 << PHYSICAL_BLOCK).to_le_bytes()); // min_io_size
@@ -112,7 +148,13 @@ impl VirtioDevice for BlockDevice {
     }
 
     fn features(&self) -> u64 {
-        let always = [VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_FLUSH];
+        let always = [
+            VIRTIO_BLK_F_SIZE_MAX,
+            VIRTIO_BLK_F_SEG_MAX,
+            VIRTIO_BLK_F_BLK_SIZE,
+            VIRTIO_BLK_F_TOPOLOGY,
+            VIRTIO_BLK_F_FLUSH,
+        ];
         let writing = [VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES];
         let reading = [VIRTIO_BLK_F_RO];
         let more: &[u32] = if self.read_only { &reading } else { &writing };
@@ -136,14 +178,17 @@ impl VirtioDevice for BlockDevice {
             activation.queues.first_mut().and_then(Option::take).ok_or(DeviceError::QueueMissing(0))?;
         let ring = Ring::new(&queue.queue, activation.memory.clone(), activation.features)?;
         let limiter = Limiter::new(self.rate, Instant::now());
-        let service =
-            Service::start(Arc::clone(&self.disk), ring, queue.kick, &activation, limiter, surroundings);
+        *line(&self.interrupt) = Some(Arc::clone(&activation.interrupt));
+        let room = Room::new(self.name(), self.patience);
+        let disk = Arc::clone(&self.disk);
+        let service = Service::start(disk, room, ring, queue.kick, &activation, limiter, surroundings);
         self.service =
             Some(service.map_err(|source| DeviceError::Host { what: "starting a thread", source })?);
         Ok(())
     }
 
     fn reset(&mut self) {
+        *line(&self.interrupt) = None;
         if let Some(service) = self.service.take() {
             service.stop();
         }

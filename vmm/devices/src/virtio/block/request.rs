@@ -14,6 +14,14 @@ pub(crate) const SECTOR: u64 = 512;
 pub(crate) const MAX_RANGES: u32 = 32;
 /// Most sectors of one such range: 256 MiB, so that the work of a request is bounded.
 pub(crate) const MAX_RANGE_SECTORS: u32 = 1 << 19;
+/// Longest buffer of a transfer that a driver is told of, bytes.
+pub(crate) const MAX_SEGMENT: u32 = 128 << 10;
+/// Most buffers of a transfer that a driver is told of: a chain of the queue's 256 also holds header and status.
+pub(crate) const MAX_SEGMENTS: u32 = 254;
+/// Most bytes of one read or write: what a driver that keeps to these two can ask for, 31.75 MiB. How long a request keeps
+/// its device busy, and a pause or a reset waiting, is bounded by it; memory is not needed for it at all, as data goes
+/// straight between file and guest.
+pub(crate) const MAX_TRANSFER: u64 = MAX_SEGMENT as u64 * MAX_SEGMENTS as u64;
 /// Bytes of a serial number.
 pub(crate) const ID_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
 
@@ -52,6 +60,13 @@ pub(crate) enum Request {
     Refused(u8),
 }
 
+impl Request {
+    /// It needs room on the host, perhaps.
+    pub(crate) fn changes(&self) -> bool {
+        matches!(self, Self::Write(_) | Self::Discard(_) | Self::WriteZeroes(_))
+    }
+}
+
 /// A request that can't even be answered: the device is broken.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub(crate) enum Malformed {
@@ -81,8 +96,9 @@ pub(crate) fn parse(
     let [kind, _, sector_low, sector_high] = words(&header);
     let sector = u64::from(sector_high) << 32 | u64::from(sector_low);
     let request = match kind {
+        VIRTIO_BLK_T_IN if writable.bytes() > MAX_TRANSFER => IO_ERROR,
         VIRTIO_BLK_T_IN => transfer(sector, writable.bytes(), limits).map_or(IO_ERROR, Request::Read),
-        VIRTIO_BLK_T_OUT if limits.read_only => IO_ERROR,
+        VIRTIO_BLK_T_OUT if limits.read_only || readable.bytes() > MAX_TRANSFER => IO_ERROR,
         VIRTIO_BLK_T_OUT => transfer(sector, readable.bytes(), limits).map_or(IO_ERROR, Request::Write),
         VIRTIO_BLK_T_FLUSH => Request::Flush,
         VIRTIO_BLK_T_GET_ID => Request::Identify,
@@ -204,6 +220,17 @@ mod tests {
                 "{sector} {bytes}"
             );
         }
+    }
+
+    #[test]
+    fn a_transfer_has_a_largest_size() {
+        let limits = Limits { size: 1 << 40, read_only: false };
+        let most = MAX_TRANSFER as usize;
+        assert_eq!(parse_bytes(&header(0, 8), most + 1, &limits), Ok(Request::Read(4096)));
+        assert_eq!(parse_bytes(&header(0, 8), most + 513, &limits), Ok(IO_ERROR));
+        let write = |bytes| parse_bytes(&[header(1, 8), vec![0; bytes]].concat(), 1, &limits);
+        assert_eq!(write(most), Ok(Request::Write(4096)));
+        assert_eq!(write(most + 512), Ok(IO_ERROR));
     }
 
     #[test]

@@ -5,6 +5,8 @@
 //! they have had nothing to do for a while; what finds no free worker it does itself. So at most `WORKERS + 1` requests
 //! are out of the ring, and they come back in any order.
 //!
+//! What fails because the host is full isn't answered: it waits in [`Room`], and the workers try it again.
+//!
 //! A flush covers every write that came back before it was taken, as the disk's own flush does; it waits for no other.
 
 use std::collections::VecDeque;
@@ -21,6 +23,7 @@ use virtio_bindings::virtio_blk::{
 use vmm_sys_util::eventfd::EventFd;
 
 use super::request::{ID_BYTES, Limits, Range, Request, parse};
+use super::room::Room;
 use crate::host::{Surroundings, spawn};
 use crate::virtio::rate::Limiter;
 use crate::virtio::ring::{Chain, Ring};
@@ -42,13 +45,25 @@ pub(super) struct Disk {
 }
 
 /// A request that was taken and not yet given back.
-struct Job {
+pub(super) struct Job {
     request: Request,
     chain: Chain,
     status: LastByte,
     /// Bytes that the guest is told were written: its buffers' size, and the status.
     written: u32,
+    /// When it first failed because the host was full.
+    waits_since: Option<Instant>,
 }
+
+/// What came of doing a request.
+enum Outcome {
+    /// The status to answer with.
+    Answer(u8),
+    /// The host is full.
+    Full,
+}
+
+const IO_ERROR: u8 = VIRTIO_BLK_S_IOERR as u8;
 
 /// A device at work.
 pub(super) struct Service {
@@ -75,6 +90,8 @@ struct Core {
     ring: Ring,
     limiter: Limiter,
     jobs: VecDeque<Job>,
+    /// Jobs that wait for room on the host: taken, but not in flight.
+    room: Room<Job>,
     /// Chains to be used again.
     spare: Vec<Chain>,
     workers: Vec<JoinHandle<()>>,
@@ -104,6 +121,7 @@ impl Service {
     /// Starts the thread that takes requests.
     pub(super) fn start(
         disk: Arc<Disk>,
+        room: Room<Job>,
         ring: Ring,
         kick: EventFd,
         activation: &Activation,
@@ -114,6 +132,7 @@ impl Service {
             ring,
             limiter,
             jobs: VecDeque::new(),
+            room,
             spare: Vec::new(),
             workers: Vec::new(),
             idle: 0,
@@ -153,13 +172,15 @@ impl Service {
         for worker in workers {
             let _ = worker.join();
         }
+        self.shared.core().tell_room(&self.shared);
     }
 
-    /// Takes nothing more until it goes on; returns when what was taken is done.
+    /// Takes nothing more until it goes on; returns when what was taken is done, or waits for room.
     pub(super) fn pause(&self, paused: bool) {
         let mut core = self.shared.core();
         core.paused = paused;
         self.shared.changed.notify_all();
+        self.shared.work.notify_all();
         while paused && core.in_flight > 0 {
             core = self.shared.changed.wait(core).unwrap_or_else(PoisonError::into_inner);
         }
@@ -175,10 +196,10 @@ fn serve(shared: &Arc<Shared>) {
                 None => {}
                 Some(mut job) => {
                     drop(core);
-                    let status = shared.run(&mut job);
+                    let outcome = shared.run(&mut job);
                     core = shared.core();
                     core.note_company();
-                    core.give_back(shared, job, status);
+                    core.finish(shared, job, outcome);
                 }
             },
             Step::Kick => {
@@ -198,24 +219,27 @@ fn serve(shared: &Arc<Shared>) {
 }
 
 /// A worker.
-fn work(shared: &Shared) {
+fn work(shared: &Arc<Shared>) {
     let mut core = shared.core();
     loop {
+        core.try_again();
         if let Some(mut job) = core.jobs.pop_front() {
             drop(core);
-            let status = shared.run(&mut job);
+            let outcome = shared.run(&mut job);
             core = shared.core();
-            core.give_back(shared, job, status);
+            core.finish(shared, job, outcome);
             continue;
         }
         if core.stopping {
             break;
         }
+        let time =
+            core.room.pause(Instant::now()).filter(|_| !core.paused).map_or(IDLE, |time| time.min(IDLE));
         core.idle += 1;
-        let waited = shared.work.wait_timeout(core, IDLE).unwrap_or_else(PoisonError::into_inner);
+        let waited = shared.work.wait_timeout(core, time).unwrap_or_else(PoisonError::into_inner);
         core = waited.0;
         core.idle -= 1;
-        if waited.1.timed_out() && core.jobs.is_empty() {
+        if waited.1.timed_out() && core.jobs.is_empty() && !core.room.is_waited_for() {
             break;
         }
     }
@@ -227,8 +251,8 @@ impl Shared {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does a request; the status to answer with.
-    fn run(&self, job: &mut Job) -> u8 {
+    /// Does a request.
+    fn run(&self, job: &mut Job) -> Outcome {
         let Disk { disk, serial, .. } = &*self.disk;
         let segments = &mut job.chain;
         let result = match &job.request {
@@ -246,13 +270,14 @@ impl Shared {
             Request::WriteZeroes(ranges) => {
                 self.each(ranges, |range| disk.write_zeroes(range.offset, range.length))
             }
-            Request::Refused(status) => return *status,
+            Request::Refused(status) => return Outcome::Answer(*status),
         };
-        match result {
+        Outcome::Answer(match result {
             Ok(()) => VIRTIO_BLK_S_OK as u8,
             Err(error) if error.kind() == io::ErrorKind::Unsupported => VIRTIO_BLK_S_UNSUPP as u8,
-            Err(_) => VIRTIO_BLK_S_IOERR as u8,
-        }
+            Err(error) if is_full(&error) => return Outcome::Full,
+            Err(_) => IO_ERROR,
+        })
     }
 
     fn each(&self, ranges: &[Range], work: impl FnMut(&Range) -> io::Result<()>) -> io::Result<()> {
@@ -267,6 +292,11 @@ impl Shared {
             false => Ok(()),
         }
     }
+}
+
+/// The host's file system, or a quota there, has no room.
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 impl Core {
@@ -310,7 +340,8 @@ impl Core {
         let parsed = parse(&mut chain.readable, &mut chain.writable, &limits);
         let (request, status) = parsed.map_err(|error| error.to_string())?;
         self.limiter.take(chain.readable.bytes() + chain.writable.bytes());
-        Ok(Step::Do(Job { request, chain, status, written: u32::try_from(room).unwrap_or(u32::MAX) }))
+        let written = u32::try_from(room).unwrap_or(u32::MAX);
+        Ok(Step::Do(Job { request, chain, status, written, waits_since: None }))
     }
 
     /// Requests have come while one was done: the next ones will hardly be alone.
@@ -351,6 +382,60 @@ impl Core {
         }
     }
 
+    /// What waited for room becomes work again, when it is time or all is to end.
+    fn try_again(&mut self) {
+        let due = self.room.pause(Instant::now()).is_some_and(|time| time.is_zero()) && !self.paused;
+        if due || self.stopping {
+            let jobs = self.room.take();
+            self.in_flight += jobs.len();
+            self.jobs.extend(jobs);
+        }
+    }
+
+    /// Answers a request, or lets it wait for room.
+    fn finish(&mut self, shared: &Arc<Shared>, job: Job, outcome: Outcome) {
+        match outcome {
+            Outcome::Answer(status) => {
+                let wrote = job.request.changes() || job.waits_since.is_some();
+                let written = status == VIRTIO_BLK_S_OK as u8 && wrote;
+                self.give_back(shared, job, status);
+                if written {
+                    self.tell_room(shared);
+                }
+            }
+            Outcome::Full => self.wait_for_room(shared, job),
+        }
+    }
+
+    fn wait_for_room(&mut self, shared: &Arc<Shared>, mut job: Job) {
+        let now = Instant::now();
+        let since = *job.waits_since.get_or_insert(now);
+        if self.room.note_full(now) {
+            shared.surroundings.disk_full(self.room.device(), true);
+        }
+        // Somebody must be there to try it again.
+        let watched = self.alive > 0 || self.start_worker(shared);
+        if self.stopping || !watched || self.room.is_too_late(since, now) {
+            return self.give_back(shared, job, IO_ERROR);
+        }
+        self.room.wait(job, now);
+        shared.work.notify_one();
+        self.one_less_in_flight(shared);
+    }
+
+    fn tell_room(&mut self, shared: &Shared) {
+        if self.room.note_room() {
+            shared.surroundings.disk_full(self.room.device(), false);
+        }
+    }
+
+    fn one_less_in_flight(&mut self, shared: &Shared) {
+        self.in_flight -= 1;
+        if self.in_flight == 0 && (self.paused || self.stopping) {
+            shared.changed.notify_all();
+        }
+    }
+
     /// Answers a request.
     fn give_back(&mut self, shared: &Shared, job: Job, status: u8) {
         job.status.set(status);
@@ -361,9 +446,6 @@ impl Core {
         if self.spare.len() <= WORKERS {
             self.spare.push(job.chain);
         }
-        self.in_flight -= 1;
-        if self.in_flight == 0 && (self.paused || self.stopping) {
-            shared.changed.notify_all();
-        }
+        self.one_less_in_flight(shared);
     }
 }

@@ -1,3 +1,5 @@
+mod room;
+
 use std::io::{IoSlice, IoSliceMut};
 use std::process::Command;
 use std::sync::{Condvar, Mutex};
@@ -122,7 +124,16 @@ fn device(disk: Arc<dyn Block>, read_only: bool) -> Box<BlockDevice> {
         read_only,
         rate: None,
         discard_unit: 65536,
+        patience: Duration::from_secs(60),
     }))
+}
+
+/// A device whose requests wait so long for room, and its handle.
+fn patient(disk: Arc<Fake>, patience: Duration) -> (Driver, BlockHandle) {
+    let mut device = device(disk, false);
+    device.patience = patience;
+    let handle = device.handle();
+    (Driver::start(device), handle)
 }
 
 fn started() -> (Driver, Arc<Fake>) {
@@ -161,7 +172,9 @@ fn the_configuration_tells_size_limits_and_topology() {
     let (driver, _) = started();
     assert_eq!(driver.get(register::DEVICE_ID), 2);
     assert_eq!(u64::from_le_bytes(driver.config(0)), SIZE as u64 / 512);
+    assert_eq!(u32::from_le_bytes(driver.config(8)), 128 << 10);
     assert_eq!(u32::from_le_bytes(driver.config(12)), 254);
+    assert_eq!(driver.offered() & (1 << 1 | 1 << 2), 1 << 1 | 1 << 2, "SIZE_MAX and SEG_MAX");
     assert_eq!((driver.config::<4>(20), driver.config::<2>(24)), (512u32.to_le_bytes(), [3, 0]));
     assert_eq!(
         [36, 40, 44].map(|at| u32::from_le_bytes(driver.config(at))),
@@ -248,7 +261,7 @@ fn the_hosts_errors_reach_the_guest_and_the_next_request_goes_on() {
         ("zero", ZEROES, &[ranges]),
     ];
     for (word, kind, buffers) in cases {
-        *disk.fails.lock().unwrap() = Some((word, io::ErrorKind::StorageFull));
+        *disk.fails.lock().unwrap() = Some((word, io::ErrorKind::TimedOut));
         assert_eq!(ask(&mut driver, kind, 0, buffers), IO_ERROR, "{word}");
         *disk.fails.lock().unwrap() = Some((word, io::ErrorKind::Unsupported));
         assert_eq!(ask(&mut driver, kind, 0, buffers), UNSUPPORTED, "{word}");
@@ -443,6 +456,34 @@ fn close_finishes_flushes_and_closes_and_tells_what_failed() {
 }
 
 #[test]
+fn a_disk_of_another_size_is_told_to_the_guest_that_is_there() {
+    let (mut driver, handle) = patient(Fake::new(), PATIENCE);
+    while driver.wait_interrupt(Duration::ZERO) {}
+    let generation = driver.get(register::CONFIG_GENERATION);
+    handle.resized();
+    assert!(driver.wait_interrupt(PATIENCE));
+    assert_ne!(driver.get(register::CONFIG_GENERATION), generation);
+    driver.reset();
+    handle.resized();
+    assert!(!driver.wait_interrupt(MOMENT), "nobody is there");
+}
+
+#[test]
+fn a_request_larger_than_what_the_guest_was_told_is_refused() {
+    let (mut driver, disk) = started();
+    let room = Buffer { address: 1 << 20, length: 8 << 20, writable: true };
+    for rooms in [vec![room; 4], vec![room; 500]] {
+        let status = driver.room(1);
+        let buffers = [vec![header(&mut driver, READ, 0)], rooms, vec![status]].concat();
+        driver.add_indirect(0, &buffers);
+        driver.kick(0);
+        driver.wait(0);
+        assert_eq!(driver.content(status), [IO_ERROR]);
+    }
+    assert_eq!(disk.calls(), Vec::<String>::new());
+}
+
+#[test]
 fn a_limit_delays_requests_and_loses_none() {
     let disk = Fake::new();
     let rate = RateLimit { operations_per_second: 200, burst_operations: 1, ..RateLimit::default() };
@@ -453,6 +494,7 @@ fn a_limit_delays_requests_and_loses_none() {
         read_only: false,
         rate: Some(rate),
         discard_unit: 4096,
+        patience: Duration::from_secs(60),
     };
     let mut driver = Driver::start(Box::new(BlockDevice::new(options)));
     let begin = Instant::now();

@@ -16,7 +16,8 @@ const LINE: usize = "CONNECT 4294967295\n".len();
 #[derive(Debug)]
 pub struct HostSocket {
     pub(super) listener: UnixListener,
-    base: PathBuf,
+    /// What a port is added to, to get a listener's path.
+    peers: OsString,
 }
 
 impl HostSocket {
@@ -36,22 +37,35 @@ impl HostSocket {
     /// It can't be set to not waiting.
     pub fn new(listener: UnixListener, path: PathBuf) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        Ok(Self { listener, base: path })
+        Ok(Self { listener, peers: prefix(path) })
     }
 
     /// A guest that connects to port P is connected to a listener at `path_P`. In a process whose root is empty this is a
     /// path from its working directory: `./vsock`, while it stays in the directory where the socket is.
     #[must_use]
     pub fn find_peers_at(mut self, path: PathBuf) -> Self {
-        self.base = path;
+        self.peers = prefix(path);
+        self
+    }
+
+    /// A guest that connects to port P is connected to a listener at `folder/P`.
+    #[must_use]
+    pub fn find_peers_in(mut self, folder: &Path) -> Self {
+        self.peers = folder.join("").into();
         self
     }
 
     pub(super) fn connect(&self, port: u32) -> io::Result<UnixStream> {
-        let mut path = OsString::from(&self.base);
-        path.push(format!("_{port}"));
+        let mut path = self.peers.clone();
+        path.push(port.to_string());
         socket::connect_to(Path::new(&path))
     }
+}
+
+fn prefix(path: PathBuf) -> OsString {
+    let mut prefix = OsString::from(path);
+    prefix.push("_");
+    prefix
 }
 
 /// What a client wants.

@@ -5,7 +5,8 @@
 //! in time. `AWAIT` is held: the guest is asked again after each refusal, soon at first, and at once when it sends
 //! anything. Before the guest's driver is up, and while it is being reset, both wait in the socket's backlog.
 //!
-//! A guest that connects to port P of the host is connected to the Unix socket at `path_P`, or refused.
+//! A guest that connects to port P of the host is connected to the Unix socket at `path_P` (or in a folder of its own, at
+//! `folder/P`), or refused.
 //!
 //! One thread does it all. Data goes straight between sockets and the guest's buffers; only what a slow client doesn't take
 //! at once is held, at most the window that the guest was promised (64 KiB for each of the first 32 connections, 16 KiB

@@ -1,0 +1,359 @@
+//! The driver: what its verbs share, and the trait.
+
+use std::{
+    collections::HashMap,
+    future::Future,
+    path::Path,
+    pin::Pin,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use futures::{Stream, StreamExt as _};
+use hyper::Method;
+use tokio::{
+    sync::{OwnedMutexGuard, broadcast},
+    task::AbortHandle,
+};
+use tokio_stream::wrappers::BroadcastStream;
+use tonic::transport::Channel;
+use torpor_sandbox::{
+    Capabilities, Change, ComputeDriver, DriverError, Facts, ImageCare, Keep, Observed, Run, SandboxId,
+    SandboxSpec, Stopped, failpoint::hit,
+};
+
+use crate::{
+    client::{Carries, Client, EngineError, WORK, encoded},
+    config::{ConfigError, ContainerConfig},
+    container::{self, GATEWAY, SANDBOX},
+    events, live, logs,
+    run::RunDir,
+    store::Store,
+    types::{Inspect, Listed},
+};
+
+/// Hints that nobody has read yet; more are dropped, oldest first.
+const HINTS: usize = 1024;
+/// So many sandboxes' locks are kept before those that nobody uses are let go.
+const MANY_LOCKS: usize = 4096;
+
+/// One sandbox's locks.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Locks {
+    /// Held by a verb and by its steps: these go on when the verb is dropped, and the next one must wait.
+    verb: Arc<tokio::sync::Mutex<()>>,
+    /// Held by a step that changes something: while it lasts, nobody can tell the truth.
+    pub(crate) step: Arc<tokio::sync::Mutex<()>>,
+}
+
+impl Locks {
+    fn in_use(&self) -> bool {
+        [&self.verb, &self.step].iter().any(|lock| Arc::strong_count(lock) > 1)
+    }
+}
+
+/// What lets a verb's steps run.
+pub(crate) type Turn = Arc<OwnedMutexGuard<()>>;
+
+/// What the verbs and their steps share.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) config: ContainerConfig,
+    pub(crate) client: Client,
+    pub(crate) store: Store,
+    pub(crate) hints: broadcast::Sender<SandboxId>,
+    pub(crate) live: live::Map,
+    locks: Mutex<HashMap<SandboxId, Locks>>,
+}
+
+/// Runs sandboxes as containers of one engine.
+#[derive(Debug)]
+pub struct ContainerDriver {
+    inner: Arc<Inner>,
+    events: AbortHandle,
+}
+
+impl Drop for ContainerDriver {
+    fn drop(&mut self) {
+        self.events.abort();
+        // Containers go on; another driver hears their agents.
+        self.inner.unhear_all();
+    }
+}
+
+impl ContainerDriver {
+    /// A driver for the containers that belong to the state directory of `config`. The engine need not be there yet.
+    /// Starts and stops nothing. Must be called within the runtime.
+    ///
+    /// # Errors
+    /// A value of the configuration that can't work, or a file or folder that can't be made.
+    pub fn new(config: ContainerConfig) -> Result<Arc<Self>, ConfigError> {
+        config.validate()?;
+        let store = Store::open(&config.state_dir, config.engine, &config.agent)?;
+        let client = Client::new(config.engine, &config.socket);
+        let (hints, _) = broadcast::channel(HINTS);
+        let (live, locks) = Default::default();
+        let inner = Arc::new(Inner { config, client, store, hints, live, locks });
+        let events = tokio::spawn(events::follow(inner.clone())).abort_handle();
+        Ok(Arc::new(Self { inner, events }))
+    }
+}
+
+impl Inner {
+    pub(crate) fn run_dir(&self, id: &SandboxId) -> RunDir {
+        RunDir::new(self.runs().join(id.as_str()))
+    }
+
+    pub(crate) fn runs(&self) -> std::path::PathBuf {
+        self.config.run_dir.join(self.config.engine.name())
+    }
+
+    pub(crate) fn locks(&self, id: &SandboxId) -> Locks {
+        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
+        if locks.len() >= MANY_LOCKS {
+            locks.retain(|_, locks| locks.in_use());
+        }
+        locks.entry(id.clone()).or_default().clone()
+    }
+
+    /// Waits for the verb or the dangling step before.
+    pub(crate) async fn turn(&self, id: &SandboxId) -> Turn {
+        Arc::new(self.locks(id).verb.lock_owned().await)
+    }
+
+    /// One step that changes something. It runs to its end even when the caller is dropped: an engine goes on with what it
+    /// was asked for, whoever still listens, and nobody may look or ask for something else before it is done.
+    pub(crate) async fn step<T: Send + 'static>(
+        &self,
+        id: &SandboxId,
+        turn: &Turn,
+        work: impl Future<Output = Result<T, DriverError>> + Send + 'static,
+    ) -> Result<T, DriverError> {
+        let guard = self.locks(id).step.lock_owned().await;
+        let turn = Arc::clone(turn);
+        let done = tokio::spawn(async move {
+            let _held = (turn, guard);
+            work.await
+        });
+        done.await.unwrap_or_else(|error| Err(DriverError::backend("run a step", error)))
+    }
+
+    /// The container of a sandbox as it is now; none when there is none that is ours.
+    pub(crate) async fn inspect(&self, id: &SandboxId) -> Result<Option<Inspect>, EngineError> {
+        let found = self.client.get::<Inspect>(&format!("/containers/{}/json", container::name(id))).await;
+        match found {
+            Ok(found) if self.is_ours(&found, id) => Ok(Some(found)),
+            Ok(_) => {
+                tracing::warn!(%id, "a container with the sandbox's name is another gateway's");
+                Ok(None)
+            }
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn is_ours(&self, found: &Inspect, id: &SandboxId) -> bool {
+        found.label(GATEWAY) == Some(self.store.identity.as_str())
+            && found.label(SANDBOX) == Some(id.as_str())
+    }
+
+    /// Asks the engine for something about the container of a sandbox.
+    pub(crate) async fn ask(
+        &self,
+        method: Method,
+        id: &SandboxId,
+        what: &str,
+        limit: Duration,
+    ) -> Result<(), EngineError> {
+        let path = format!("/containers/{}{what}", container::name(id));
+        self.client.call(method, &path, Carries::Nothing, limit).await.map(drop)
+    }
+
+    async fn create(
+        self: &Arc<Self>,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        run: Run,
+    ) -> Result<Change, DriverError> {
+        self.check(spec)?;
+        let turn = self.turn(id).await;
+        let (inner, wanted, spec) = (self.clone(), id.clone(), spec.clone());
+        self.step(id, &turn, async move { inner.make(&wanted, &spec, run).await }).await
+    }
+
+    async fn make(&self, id: &SandboxId, spec: &SandboxSpec, run: Run) -> Result<Change, DriverError> {
+        let noted = self.store.write(id, spec)?;
+        hit("container.create.noted")?;
+        if self.inspect(id).await?.is_some() {
+            return Ok(noted);
+        }
+        let known = self.client.learn().await?;
+        let dir = self.run_dir(id);
+        // Docker wants to see what it will mount.
+        dir.make()?;
+        let body = container::body(id, spec, run, &self.config, &self.store, &dir, &known.info);
+        let path = format!("/containers/create?name={}", container::name(id));
+        let made = self.client.call(Method::POST, &path, Carries::Json(body), WORK).await;
+        hit("container.create.made")?;
+        let there = dir.record()?.is_some();
+        if !there {
+            dir.remove()?;
+        }
+        match made {
+            Ok(_) => Ok(Change::Done),
+            // Whatever the refusal says: a repeat of what was done before.
+            Err(error) => match self.inspect(id).await {
+                Ok(Some(_)) => Ok(noted),
+                _ => Err(self.not_made(spec, error)),
+            },
+        }
+    }
+
+    fn not_made(&self, spec: &SandboxSpec, error: EngineError) -> DriverError {
+        if error.is_not_found() {
+            return DriverError::BaseMissing(format!("{} ({}): {error}", spec.image, spec.image_digest));
+        }
+        match &error {
+            EngineError::Refused { message, .. } if message.contains("bind source path does not exist") => {
+                DriverError::MountMissing(error.to_string())
+            }
+            _ => error.into(),
+        }
+    }
+
+    fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
+        container::check(&self.config, spec).map_err(DriverError::Unsupported)?;
+        let missing = spec.volumes.iter().find(|v| v.is_bind() && !Path::new(&v.source).exists());
+        match missing {
+            Some(volume) => Err(DriverError::Invalid(format!("volumes: '{}' is not there", volume.source))),
+            None => Ok(()),
+        }
+    }
+
+    /// Every container of this state directory, by its label.
+    pub(crate) async fn labelled(&self) -> Result<Vec<SandboxId>, EngineError> {
+        let filter = serde_json::json!({"label": [format!("{GATEWAY}={}", self.store.identity)]});
+        let path = format!("/containers/json?all=true&filters={}", encoded(&filter.to_string()));
+        let listed: Vec<Listed> = self.client.get(&path).await?;
+        let ids = listed.iter().filter_map(|one| one.labels.as_ref()?.get(SANDBOX)?.parse().ok());
+        Ok(ids.collect())
+    }
+}
+
+#[async_trait]
+impl ComputeDriver for ContainerDriver {
+    fn capabilities(&self) -> Capabilities {
+        let engine = self.inner.config.engine.name();
+        let known = self.inner.client.known();
+        let version = known.as_ref().map_or_else(String::new, |known| known.version.clone());
+        let machine = match &known {
+            Some(known) => format!("{engine} {} ({})", known.version, known.info.default_runtime),
+            None => format!("{engine} (not reached yet)"),
+        };
+        let notice = known.and_then(|known| missing_limits(&known.info));
+        Capabilities {
+            name: engine.to_owned(),
+            version,
+            keeps_memory: false,
+            updates: false,
+            needs_loan: false,
+            machine,
+            notice,
+        }
+    }
+
+    fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
+        self.inner.check(spec)
+    }
+
+    fn images(&self) -> Option<&dyn ImageCare> {
+        Some(&*self.inner)
+    }
+
+    async fn create(&self, id: &SandboxId, spec: &SandboxSpec, run: Run) -> Result<Change, DriverError> {
+        self.inner.create(id, spec, run).await
+    }
+
+    async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {
+        if from == Keep::Memory {
+            return Err(self.no_memory());
+        }
+        self.inner.start(id, run).await
+    }
+
+    async fn adjust(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+        container::egress(&self.inner.config, spec.egress.as_ref()).map_err(DriverError::Unsupported)?;
+        if !self.inner.store.exists(id) {
+            return Ok(Change::Already);
+        }
+        self.inner.store.write(id, spec)
+    }
+
+    async fn stop(&self, id: &SandboxId, keep: Keep, deadline: Duration) -> Result<Stopped, DriverError> {
+        if keep == Keep::Memory {
+            return Err(self.no_memory());
+        }
+        let turn = self.inner.turn(id).await;
+        self.inner.put_down(id, &turn, Some(deadline)).await
+    }
+
+    async fn delete(&self, id: &SandboxId) -> Result<Change, DriverError> {
+        self.inner.delete(id).await
+    }
+
+    async fn observe(&self, id: &SandboxId) -> Result<Observed, DriverError> {
+        self.inner.observe(id).await
+    }
+
+    async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
+        let mut ids = self.inner.labelled().await?;
+        let failed = |error| DriverError::backend("list the sandboxes", error);
+        ids.extend(self.inner.store.list().map_err(failed)?);
+        ids.extend(crate::files::ids(&self.inner.runs()).map_err(failed)?);
+        ids.sort();
+        ids.dedup();
+        Ok(ids)
+    }
+
+    fn hints(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
+        // A receiver that lags has lost hints, which may happen to hints.
+        Box::pin(BroadcastStream::new(self.inner.hints.subscribe()).filter_map(|hint| async { hint.ok() }))
+    }
+
+    async fn agent(&self, id: &SandboxId) -> Result<Channel, DriverError> {
+        self.inner.agent(id).await
+    }
+
+    async fn facts(&self, id: &SandboxId) -> Facts {
+        let Some(live) = self.inner.heard(id) else { return Facts::default() };
+        let facts = live.facts();
+        Facts {
+            machine: Some(self.capabilities().machine),
+            boot_id: live.boot_id(),
+            host: (facts.pid > 0).then_some(facts),
+            disk: None,
+        }
+    }
+
+    async fn console(&self, id: &SandboxId, bytes: usize) -> Vec<u8> {
+        logs::tail(&self.inner, id, bytes).await
+    }
+}
+
+impl ContainerDriver {
+    fn no_memory(&self) -> DriverError {
+        let engine = self.inner.config.engine.name();
+        DriverError::Unsupported(format!(
+            "the {engine} driver keeps no memory: it uses no checkpoints of the engine; suspend without --memory"
+        ))
+    }
+}
+
+fn missing_limits(info: &crate::types::Info) -> Option<String> {
+    let all = [(info.memory_limit, "memory"), (info.pids_limit, "processes"), (info.cpu_cfs_quota, "CPUs")];
+    let missing: Vec<&str> = all.iter().filter(|(there, _)| !there).map(|(_, name)| *name).collect();
+    let text =
+        format!("the engine can't limit {} here: its cgroups lack the controllers", missing.join(", "));
+    (!missing.is_empty()).then_some(text)
+}

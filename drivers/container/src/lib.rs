@@ -1,0 +1,31 @@
+//! The docker and podman drivers: sandboxes as containers of an engine on this host.
+//!
+//! The engine owns the container: its writable layer is the workspace, and the same container is started again at every
+//! resume. The static agent is the container's first process and dials a socket of this driver, so that commands, files,
+//! forwards and readiness are the same as for virtual machines. What a later gateway needs to know of a run stands in its
+//! folder; what the engine says is always asked anew, and its events are hints.
+
+#![forbid(unsafe_code)]
+
+mod auth;
+mod client;
+mod config;
+mod container;
+mod driver;
+mod engine;
+mod events;
+mod files;
+mod images;
+mod link;
+mod live;
+mod logs;
+mod observe;
+mod run;
+mod start;
+mod stop;
+mod store;
+mod types;
+
+pub use config::{ConfigError, ContainerConfig};
+pub use driver::ContainerDriver;
+pub use engine::Engine;

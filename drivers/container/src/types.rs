@@ -1,0 +1,191 @@
+//! What engines answer, as far as it is used. Own types, since the same field is now a list, now null, and statuses of one
+//! engine are unknown to the other's clients.
+
+use std::collections::HashMap;
+
+use serde::Deserialize;
+
+/// `GET /version`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Version {
+    pub(crate) version: String,
+    pub(crate) api_version: String,
+    #[serde(rename = "MinAPIVersion")]
+    pub(crate) min_api_version: String,
+}
+
+/// `GET /info`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Info {
+    #[serde(rename = "NCPU")]
+    pub(crate) cpus: u32,
+    pub(crate) memory_limit: bool,
+    pub(crate) swap_limit: bool,
+    pub(crate) pids_limit: bool,
+    pub(crate) cpu_cfs_quota: bool,
+    pub(crate) default_runtime: String,
+}
+
+/// `GET /containers/ID/json`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Inspect {
+    pub(crate) id: String,
+    pub(crate) image: String,
+    pub(crate) state: State,
+    pub(crate) config: ContainerConfig,
+    pub(crate) network_settings: Option<NetworkSettings>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct State {
+    /// "created", "running", "paused", "exited"; Podman also "stopped", "stopping", "removing".
+    pub(crate) status: String,
+    pub(crate) running: bool,
+    pub(crate) paused: bool,
+    pub(crate) restarting: bool,
+    #[serde(rename = "OOMKilled")]
+    pub(crate) oom_killed: bool,
+    pub(crate) pid: i64,
+    pub(crate) exit_code: i64,
+    pub(crate) error: String,
+    /// Compared, never read: it is another one after every start.
+    pub(crate) started_at: String,
+}
+
+impl State {
+    /// Something of it runs, or may in a moment.
+    pub(crate) fn is_up(&self) -> bool {
+        self.running || self.paused || self.restarting || self.pid > 0 || self.status == "stopping"
+    }
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct ContainerConfig {
+    pub(crate) labels: Option<HashMap<String, String>>,
+    pub(crate) env: Option<Vec<String>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct NetworkSettings {
+    #[serde(rename = "IPAddress")]
+    pub(crate) ip_address: String,
+    pub(crate) mac_address: String,
+    pub(crate) networks: Option<HashMap<String, Endpoint>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Endpoint {
+    #[serde(rename = "IPAddress")]
+    pub(crate) ip_address: String,
+    pub(crate) mac_address: String,
+}
+
+impl Inspect {
+    /// Its addresses now, IP and hardware, empty when it has none.
+    pub(crate) fn addresses(&self) -> (&str, &str) {
+        let Some(network) = &self.network_settings else { return ("", "") };
+        let named = network.networks.iter().flat_map(HashMap::values);
+        let mut all = std::iter::once((network.ip_address.as_str(), network.mac_address.as_str()))
+            .chain(named.map(|end| (end.ip_address.as_str(), end.mac_address.as_str())));
+        all.find(|(ip, _)| !ip.is_empty()).unwrap_or_default()
+    }
+
+    pub(crate) fn label(&self, name: &str) -> Option<&str> {
+        self.config.labels.as_ref()?.get(name).map(String::as_str)
+    }
+}
+
+/// One of `GET /containers/json`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Listed {
+    pub(crate) labels: Option<HashMap<String, String>>,
+}
+
+/// `GET /images/NAME/json`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct ImageInspect {
+    pub(crate) id: String,
+    pub(crate) repo_tags: Option<Vec<String>>,
+    pub(crate) size: u64,
+}
+
+/// One line of `GET /events`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Event {
+    #[serde(rename = "Actor")]
+    pub(crate) actor: Actor,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Actor {
+    pub(crate) attributes: Option<HashMap<String, String>>,
+}
+
+/// One line of `POST /images/create`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Pulled {
+    pub(crate) status: String,
+    pub(crate) id: String,
+    pub(crate) error: String,
+    #[serde(rename = "progressDetail")]
+    pub(crate) progress: Option<Progress>,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Progress {
+    pub(crate) current: u64,
+    pub(crate) total: u64,
+}
+
+/// What every refusal looks like.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Refusal {
+    pub(crate) message: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_that_only_one_engine_knows_and_lists_that_are_null_are_read() {
+        let text = r#"{"Id":"a","State":{"Status":"stopped","Running":false,"Pid":0,"StartedAt":"x","Health":{}},
+            "Config":{"Labels":null,"Env":null},"NetworkSettings":{"Networks":null,"IPAddress":""}}"#;
+        let found: Inspect = serde_json::from_str(text).unwrap();
+        assert!(!found.state.is_up());
+        assert_eq!(found.addresses(), ("", ""));
+        assert_eq!(found.label("x"), None);
+    }
+
+    #[test]
+    fn a_container_that_is_stopping_or_has_a_process_is_up() {
+        let of = |text: &str| serde_json::from_str::<State>(text).unwrap().is_up();
+        assert!(
+            of(r#"{"Status":"stopping"}"#)
+                && of(r#"{"Status":"exited","Pid":4}"#)
+                && of(r#"{"Paused":true}"#)
+        );
+        assert!(!of(r#"{"Status":"exited"}"#));
+    }
+
+    #[test]
+    fn an_address_is_found_where_newer_engines_have_it_only() {
+        let text =
+            r#"{"NetworkSettings":{"Networks":{"bridge":{"IPAddress":"172.17.0.2","MacAddress":"02:42"}}}}"#;
+        assert_eq!(serde_json::from_str::<Inspect>(text).unwrap().addresses(), ("172.17.0.2", "02:42"));
+    }
+}
