@@ -264,7 +264,7 @@ impl Host {
         let identity = Identity::of(child.id()).map_err(unseen)?;
         record.process = identity;
         let handle = match identity {
-            Some(identity) => Handle::open(&record.sandbox, identity).map_err(unseen)?,
+            Some(identity) => Handle::of_child(identity).map_err(unseen)?,
             None => None,
         };
         let handle = handle.ok_or_else(|| {

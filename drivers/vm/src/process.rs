@@ -156,15 +156,24 @@ impl Handle {
     /// # Errors
     /// The kernel has no pidfds (older than 5.3) or no descriptor left: the process may live.
     pub(crate) fn open(id: &SandboxId, identity: Identity) -> io::Result<Option<Self>> {
+        // Its arguments are checked after the descriptor was taken: from then on it can't be another's.
+        let held = Self::of_child(identity)?;
+        Ok(if run_of(id, identity.pid)?.is_some() { held } else { None })
+    }
+
+    /// Takes hold of a child of this process that nobody has waited for, if it lives. Its arguments need no look, and can't
+    /// always be read: while it becomes another program, /proc shows none.
+    ///
+    /// # Errors
+    /// As [`Handle::open`].
+    pub(crate) fn of_child(identity: Identity) -> io::Result<Option<Self>> {
         let Some(pid) = i32::try_from(identity.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
         let pidfd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
             Ok(pidfd) => Arc::new(pidfd),
             Err(rustix::io::Errno::SRCH) => return Ok(None),
             Err(errno) => return Err(errno.into()),
         };
-        // Checked after the descriptor was taken: from here on it can't be another's.
-        let same = identity.is_alive()? && run_of(id, identity.pid)?.is_some();
-        Ok(same.then_some(Self { identity, pidfd }))
+        Ok(identity.is_alive()?.then_some(Self { identity, pidfd }))
     }
 
     /// Who it is.
@@ -252,6 +261,19 @@ mod tests {
         assert_eq!(run_in_arguments(&other, &line(&["qemu", "-name", &mine])), None);
         assert_eq!(run_in_arguments(&id, &line(&["grep", &mine])), None);
         assert_eq!(run_in_arguments(&id, &line(&["qemu", "-name"])), None);
+    }
+
+    #[test]
+    fn a_child_is_taken_hold_of_whatever_its_arguments_are_and_only_while_it_lives() {
+        // What a start does: the child becomes another program twice, and its arguments can't be read in between.
+        for _ in 0..50 {
+            let mut child = std::process::Command::new("setsid").args(["sleep", "60"]).spawn().unwrap();
+            let identity = Identity::of(child.id()).unwrap().unwrap();
+            let handle = Handle::of_child(identity).unwrap().expect("it lives");
+            handle.kill().unwrap();
+            child.wait().unwrap();
+            assert!(Handle::of_child(identity).unwrap().is_none());
+        }
     }
 
     #[test]
