@@ -128,8 +128,8 @@ pub struct View {
     pub now: Option<Now>,
     /// The file system of the disks, when it is nearly full.
     pub pressed: Option<Space>,
-    /// Where it may send to: its own policy, or the default.
-    pub egress: Egress,
+    /// Where it may send to: its own policy, or the default; none where no policy is in force.
+    pub egress: Option<Egress>,
 }
 
 /// What a delete came to.
@@ -427,7 +427,11 @@ impl Service {
         };
         let now = self.progress.get(&record.id);
         let pressed = self.pressure.look().filter(Space::is_low);
-        let egress = record.spec.egress.clone().unwrap_or_else(|| self.default_egress.clone());
+        // Only the pool's networks have policies: an engine's is its own, and nothing is said of it.
+        let pooled =
+            self.drivers.get(&record.spec.driver).is_none_or(|driver| driver.capabilities().needs_loan);
+        let usual = || pooled.then(|| self.default_egress.clone());
+        let egress = record.spec.egress.clone().or_else(usual);
         View { record, facts, now, pressed, egress }
     }
 

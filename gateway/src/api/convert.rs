@@ -197,7 +197,7 @@ fn status(view: &View) -> v1::SandboxStatus {
         flushed: state.flushed,
         then: state.then.map_or_else(String::new, |then| then.to_string()),
         boot_id: facts.boot_id.clone().unwrap_or_default(),
-        egress: Some(network::shown(&view.egress)),
+        egress: view.egress.as_ref().map(network::shown),
     }
 }
 
