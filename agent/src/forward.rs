@@ -3,13 +3,11 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    os::fd::AsFd as _,
     sync::Arc,
     time::Duration,
 };
 
-use bytes::{Bytes, BytesMut};
-use nix::sys::socket::{setsockopt, sockopt};
+use bytes::BytesMut;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{
@@ -87,81 +85,63 @@ async fn connect(agent: &Agent, port: u16) -> io::Result<TcpStream> {
 
 async fn carry(mut stream: TcpStream, inbound: Streaming<ForwardInput>, sink: Sink) {
     let (read, write) = stream.split();
-    let in_order = {
-        let (mut feeding, mut draining) =
-            (std::pin::pin!(feed(inbound, write)), std::pin::pin!(drain(read, &sink)));
-        let (mut fed, mut drained) = (false, false);
-        loop {
-            let ended = tokio::select! {
-                in_order = &mut feeding, if !fed => (&mut fed, in_order),
-                in_order = &mut draining, if !drained => (&mut drained, in_order),
-            };
-            *ended.0 = true;
-            if !ended.1 {
-                break false;
-            }
-            if fed && drained {
-                break true;
-            }
-        }
-    };
-    if !in_order {
-        reset(&stream);
+    if tokio::try_join!(feed(inbound, write), drain(read, &sink)).is_err() {
+        // A server must not take a host that went away for one that had said all: without it the server sees an end in
+        // place of a break.
+        let _ = stream.set_zero_linger();
     }
 }
 
-/// From the host to the server. False: the host went away.
-async fn feed(mut inbound: Streaming<ForwardInput>, mut write: WriteHalf<'_>) -> bool {
+/// The host or the server went away before it had said all.
+struct Broken;
+
+/// From the host to the server. It breaks when the host goes away.
+async fn feed(mut inbound: Streaming<ForwardInput>, mut write: WriteHalf<'_>) -> Result<(), Broken> {
     loop {
         match inbound.message().await.ok().flatten().map(|input| input.kind) {
             Some(Some(forward_input::Kind::Data(data))) => {
                 // A server that takes no more: what it sends, or the break, is told by the other direction.
                 if write.write_all(&data).await.is_err() {
-                    return true;
+                    return Ok(());
                 }
             }
             Some(Some(forward_input::Kind::Close(ForwardClose {}))) => {
                 // Fails only when the server has gone, which the other direction tells.
                 let _ = write.shutdown().await;
-                return true;
+                return Ok(());
             }
             // A kind of a newer host, or a second start.
             Some(_) => {}
-            None => return false,
+            None => return Err(Broken),
         }
     }
 }
 
-/// From the server to the host. False: one of them went away.
-async fn drain(mut read: ReadHalf<'_>, sink: &Sink) -> bool {
+/// From the server to the host. It breaks when one of them goes away.
+async fn drain(mut read: ReadHalf<'_>, sink: &Sink) -> Result<(), Broken> {
     let mut buffer = BytesMut::new();
     loop {
         buffer.reserve(PIECE);
         let got = tokio::select! {
             got = read.read_buf(&mut buffer) => got,
-            () = sink.closed() => return false,
+            () = sink.closed() => return Err(Broken),
         };
-        match got {
-            Ok(0) => return send(sink, Kind::Close(ForwardClose {})).await,
-            Ok(_) => {
-                let data: Bytes = buffer.split().freeze();
-                if !send(sink, Kind::Data(data)).await {
-                    return false;
-                }
-            }
+        let kind = match got {
+            Ok(0) => Kind::Close(ForwardClose {}),
+            Ok(_) => Kind::Data(buffer.split().freeze()),
             Err(error) => {
                 let status = Status::aborted(format!("the connection in the sandbox broke: {error}"));
                 // Nobody listens any more.
                 let _ = sink.send(Err(status)).await;
-                return false;
+                return Err(Broken);
             }
+        };
+        let last = matches!(kind, Kind::Close(_));
+        if !send(sink, kind).await {
+            return Err(Broken);
+        }
+        if last {
+            return Ok(());
         }
     }
-}
-
-/// A server must not take a host that went away for one that had said all.
-fn reset(stream: &TcpStream) {
-    let at_once = libc::linger { l_onoff: 1, l_linger: 0 };
-    // Without it the server sees an end in place of a break.
-    let _ = setsockopt(&stream.as_fd(), sockopt::Linger, &at_once);
 }

@@ -2,7 +2,6 @@
 //! that doesn't read stops the other one.
 
 use bytes::{Bytes, BytesMut};
-use nix::sys::socket::{setsockopt, sockopt};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{
@@ -111,64 +110,50 @@ pub async fn carry(stream: &mut TcpStream, forward: Forward, end: &CancellationT
     // Only slower when it can't be set.
     let _ = stream.set_nodelay(true);
     let Forward { input, output } = forward;
-    let in_order = {
-        let (read, write) = stream.split();
-        let (mut up, mut down) =
-            (std::pin::pin!(upwards(read, &input)), std::pin::pin!(downwards(output, write)));
-        let (mut up_ended, mut down_ended) = (false, false);
-        loop {
-            let (ended, in_order) = tokio::select! {
-                in_order = &mut up, if !up_ended => (&mut up_ended, in_order),
-                in_order = &mut down, if !down_ended => (&mut down_ended, in_order),
-                () = end.cancelled() => break false,
-            };
-            *ended = true;
-            if !in_order || (up_ended && down_ended) {
-                break in_order;
-            }
-        }
+    let (read, write) = stream.split();
+    let ended = tokio::select! {
+        both = async { tokio::try_join!(upwards(read, &input), downwards(output, write)) } => both.map(drop),
+        () = end.cancelled() => Err(Broken),
     };
-    if !in_order {
+    if ended.is_err() {
         reset(stream);
     }
 }
 
 /// Makes the connection end as a broken one when it is dropped.
 pub fn reset(stream: &TcpStream) {
-    let at_once = nix::libc::linger { l_onoff: 1, l_linger: 0 };
     // Without it the other side sees an end in place of a break.
-    let _ = setsockopt(stream, sockopt::Linger, &at_once);
+    let _ = stream.set_zero_linger();
 }
 
-/// From the host into the sandbox. False: it broke.
-async fn upwards(mut read: ReadHalf<'_>, input: &mpsc::Sender<ForwardInput>) -> bool {
+/// One of the sides went away before it had said all.
+struct Broken;
+
+/// From the host into the sandbox.
+async fn upwards(mut read: ReadHalf<'_>, input: &mpsc::Sender<ForwardInput>) -> Result<(), Broken> {
     let mut buffer = BytesMut::new();
     loop {
         buffer.reserve(PIECE);
         let kind = match read.read_buf(&mut buffer).await {
             Ok(0) => forward_input::Kind::Close(ForwardClose {}),
             Ok(_) => forward_input::Kind::Data(buffer.split().freeze()),
-            Err(_) => return false,
+            Err(_) => return Err(Broken),
         };
         let last = matches!(kind, forward_input::Kind::Close(_));
         // A stream that is gone: the other direction tells how it ended.
         if input.send(ForwardInput { kind: Some(kind) }).await.is_err() || last {
-            return true;
+            return Ok(());
         }
     }
 }
 
-/// From the sandbox to the host. False: it broke.
-async fn downwards(mut output: Streaming<ForwardOutput>, mut write: WriteHalf<'_>) -> bool {
+/// From the sandbox to the host.
+async fn downwards(mut output: Streaming<ForwardOutput>, mut write: WriteHalf<'_>) -> Result<(), Broken> {
     loop {
         match next(&mut output).await {
-            Some(Piece::Data(data)) => {
-                if write.write_all(&data).await.is_err() {
-                    return false;
-                }
-            }
-            Some(Piece::Close) => return write.shutdown().await.is_ok(),
-            None => return false,
+            Some(Piece::Data(data)) => write.write_all(&data).await.map_err(|_| Broken)?,
+            Some(Piece::Close) => return write.shutdown().await.map_err(|_| Broken),
+            None => return Err(Broken),
         }
     }
 }

@@ -3,13 +3,11 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
-    os::fd::AsFd as _,
     sync::Arc,
 };
 
 use bytes::BytesMut;
 use clap::Args;
-use nix::sys::socket::{setsockopt, sockopt};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{
@@ -182,7 +180,7 @@ async fn carry(client: &Client, id: &str, route: Route, mut stream: TcpStream) {
             failure.print(&route.local.to_string());
         }
         // Without it the other side sees an end in place of a break.
-        let _ = setsockopt(&stream.as_fd(), sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 0 });
+        let _ = stream.set_zero_linger();
     }
 }
 

@@ -20,7 +20,7 @@ const BUFFER: usize = 8;
 /// SIGHUP.
 const HANG_UP: i32 = 1;
 /// For a last message to get through.
-const LAST_WORD: std::time::Duration = std::time::Duration::from_secs(1);
+pub(super) const LAST_WORD: std::time::Duration = std::time::Duration::from_secs(1);
 /// Exit code when the timeout ended the command, as timeout(1) has it.
 const TIMED_OUT: i32 = 124;
 

@@ -11,7 +11,11 @@ use torpor_proto::{
     v1::{self, forward_input, forward_output},
 };
 
-use super::{Shared, exec::left_ready, to_status};
+use super::{
+    Shared,
+    exec::{LAST_WORD, left_ready},
+    to_status,
+};
 use crate::{
     error::{ApiError, Code},
     expose::port_of,
@@ -21,6 +25,7 @@ use crate::{
 /// Messages under way to the client.
 const BUFFER: usize = 4;
 
+type Output = mpsc::Sender<Result<v1::ForwardOutput, Status>>;
 type Outputs = Pin<Box<dyn Stream<Item = Result<v1::ForwardOutput, Status>> + Send>>;
 
 /// Opens a connection and carries it.
@@ -41,49 +46,41 @@ pub async fn forward(service: Shared, mut input: Streaming<v1::ForwardInput>) ->
     // Cannot fail: the channel is new and has room.
     let _ = out.send(Ok(v1::ForwardOutput { kind: Some(connected) })).await;
     tokio::spawn(async move {
-        let forward::Forward { input: to_agent, mut output } = opened;
-        let mut up = Box::pin(upwards(input, to_agent));
-        let (mut up_ended, mut closed) = (false, false);
-        let last = loop {
-            let piece = tokio::select! {
-                in_order = &mut up, if !up_ended => {
-                    up_ended = true;
-                    if in_order && !closed { continue } else { break None }
-                }
-                piece = forward::next(&mut output), if !closed => piece,
-                () = session.cancelled() => break Some(left_ready(&service, &record).await),
-                () = service.end.cancelled() => break Some(to_status(crate::store::StoreError::Closed.into())),
-                () = out.closed() => break None,
-            };
-            let kind = match piece {
-                Some(Piece::Data(data)) => forward_output::Kind::Data(data),
-                Some(Piece::Close) => forward_output::Kind::Close(v1::ForwardClose {}),
-                None if session.is_cancelled() => break Some(left_ready(&service, &record).await),
-                None => {
+        let forward::Forward { input: to_agent, output } = opened;
+        let last = tokio::select! {
+            both = async { tokio::try_join!(upwards(input, to_agent), downwards(output, &out)) } => match both {
+                Err(Broken::InSandbox) if session.is_cancelled() => Some(left_ready(&service, &record).await),
+                Err(Broken::InSandbox) => {
                     let text = format!("the connection to port {port} of sandbox '{}' broke", record.name);
-                    break Some(to_status(
-                        ApiError::new(Code::Aborted, "CONNECTION_BROKE", text).about(&record),
-                    ));
+                    let error = ApiError::new(Code::Aborted, "CONNECTION_BROKE", text);
+                    Some(to_status(error.about(&record)))
                 }
-            };
-            closed = matches!(kind, forward_output::Kind::Close(_));
-            if out.send(Ok(v1::ForwardOutput { kind: Some(kind) })).await.is_err() || (closed && up_ended) {
-                break None;
-            }
+                Err(Broken::AtClient) | Ok(_) => None,
+            },
+            () = session.cancelled() => Some(left_ready(&service, &record).await),
+            () = service.end.cancelled() => Some(to_status(crate::store::StoreError::Closed.into())),
+            () = out.closed() => None,
         };
         if let Some(status) = last {
-            // The client may have gone.
-            let _ = out.send(Err(status)).await;
+            // The client may have gone, or not read.
+            let _ = tokio::time::timeout(LAST_WORD, out.send(Err(status))).await;
         }
     });
     Ok(Box::pin(ReceiverStream::new(outputs)))
 }
 
-/// From the client into the sandbox. False: the client went away, and what drops `to_agent` resets the connection there.
+/// Which side went away before it had said all.
+enum Broken {
+    /// What drops the way to the agent resets the connection in the sandbox.
+    AtClient,
+    InSandbox,
+}
+
+/// From the client into the sandbox.
 async fn upwards(
     mut input: Streaming<v1::ForwardInput>,
     to_agent: mpsc::Sender<agent::ForwardInput>,
-) -> bool {
+) -> Result<(), Broken> {
     loop {
         let kind = match input.message().await.ok().flatten().map(|message| message.kind) {
             Some(Some(forward_input::Kind::Data(data))) => agent::forward_input::Kind::Data(data),
@@ -92,13 +89,29 @@ async fn upwards(
             }
             // A second start, or something newer than this gateway.
             Some(_) => continue,
-            None => return false,
+            None => return Err(Broken::AtClient),
         };
         let last = matches!(kind, agent::forward_input::Kind::Close(_));
         let sent = to_agent.send(agent::ForwardInput { kind: Some(kind) }).await;
         // A stream that is gone: the other direction tells how it ended.
         if last || sent.is_err() {
-            return true;
+            return Ok(());
+        }
+    }
+}
+
+/// From the sandbox to the client.
+async fn downwards(mut output: Streaming<agent::ForwardOutput>, out: &Output) -> Result<(), Broken> {
+    loop {
+        let kind = match forward::next(&mut output).await {
+            Some(Piece::Data(data)) => forward_output::Kind::Data(data),
+            Some(Piece::Close) => forward_output::Kind::Close(v1::ForwardClose {}),
+            None => return Err(Broken::InSandbox),
+        };
+        let last = matches!(kind, forward_output::Kind::Close(_));
+        out.send(Ok(v1::ForwardOutput { kind: Some(kind) })).await.map_err(|_| Broken::AtClient)?;
+        if last {
+            return Ok(());
         }
     }
 }
