@@ -147,7 +147,7 @@ impl<'a> Code<'a> {
 fn tables(cpus: u8, devices: &[Announced]) {
     let area = acpi::tables(&Platform { cpus, devices });
     if cpus <= layout::MOST_CPUS && devices.len() <= layout::MOST_DEVICES {
-        assert!(area.len() as u64 <= layout::EXTENDED - layout::ACPI_TABLES);
+        assert!(area.len() as u64 <= layout::RESET_VECTOR - layout::ACPI_TABLES);
     }
     assert_eq!((&area[..8], sum(&area[..20]), sum(&area[..36])), (&b"RSD PTR "[..], 0, 0));
     let xsdt = table(&area, number(&area[24..32]), b"XSDT");

@@ -172,7 +172,7 @@ impl Error {
 }
 
 /// True for the errors by which a host says that there is no room (ENOSPC, EDQUOT).
-pub(crate) fn is_full(error: &io::Error) -> bool {
+pub fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
         || matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }

@@ -69,7 +69,7 @@ pub use block::{Block, Host, Raw};
 pub use check::Report;
 pub use compact::{Compacted, compact, rewrite};
 pub use create::create;
-pub use error::Error;
+pub use error::{Error, is_full};
 pub use export::{Format, export, flatten};
 pub use fork::fork;
 pub use image::Image;

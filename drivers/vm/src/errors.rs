@@ -23,10 +23,9 @@ pub(crate) fn overlay(error: torpor_overlay::Error) -> DriverError {
 
 /// Tells a full host from other failures of it.
 pub(crate) fn full(error: DriverError) -> DriverError {
-    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
     match error {
         DriverError::Backend { context, source } => match source.downcast_ref::<std::io::Error>() {
-            Some(cause) if matches!(cause.kind(), StorageFull | QuotaExceeded) => {
+            Some(cause) if torpor_overlay::is_full(cause) => {
                 DriverError::NoSpace(format!("{context}: {cause}"))
             }
             _ => DriverError::Backend { context, source },

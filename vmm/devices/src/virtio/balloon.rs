@@ -6,7 +6,7 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
@@ -14,7 +14,7 @@ use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddr
 use super::ring::{Chain, Ring};
 use super::segments::Segments;
 use super::worker::{Next, Worker};
-use super::{Activation, DeviceError, Interrupt, VirtioDevice};
+use super::{Activation, DeviceError, DriverThere, VirtioDevice};
 use crate::Memory;
 use crate::host::Surroundings;
 
@@ -46,14 +46,7 @@ struct Shared {
     target_pages: AtomicU32,
     actual_pages: AtomicU32,
     reclaimed: AtomicU64,
-    /// While the driver is there.
-    interrupt: Mutex<Option<Arc<Interrupt>>>,
-}
-
-impl Shared {
-    fn interrupt(&self) -> std::sync::MutexGuard<'_, Option<Arc<Interrupt>>> {
-        self.interrupt.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+    driver: DriverThere,
 }
 
 /// Moves the balloon from outside. Clones are the same balloon.
@@ -64,10 +57,8 @@ impl BalloonHandle {
     /// How much the guest is asked to hand over, bytes; rounded down to pages. It need not obey.
     pub fn set_target_bytes(&self, bytes: u64) {
         let pages = u32::try_from(bytes / PAGE).unwrap_or(u32::MAX);
-        if self.0.target_pages.swap(pages, Ordering::SeqCst) != pages
-            && let Some(interrupt) = &*self.0.interrupt()
-        {
-            interrupt.config_changed();
+        if self.0.target_pages.swap(pages, Ordering::SeqCst) != pages {
+            self.0.driver.config_changed();
         }
     }
 
@@ -139,7 +130,7 @@ impl VirtioDevice for Balloon {
         surroundings: &Arc<dyn Surroundings>,
     ) -> Result<(), DeviceError> {
         let Activation { memory, queues, interrupt, features, broken } = activation;
-        *self.shared.interrupt() = Some(Arc::clone(&interrupt));
+        self.shared.driver.set(Some(Arc::clone(&interrupt)));
         let (mut rings, mut kicks) = (Vec::new(), Vec::new());
         for (index, queue) in queues.into_iter().enumerate() {
             let Some(queue) = queue else { continue };
@@ -172,7 +163,7 @@ impl VirtioDevice for Balloon {
 
     fn reset(&mut self) {
         self.worker.stop();
-        *self.shared.interrupt() = None;
+        self.shared.driver.set(None);
         // A new driver begins with an empty balloon.
         self.shared.actual_pages.store(0, Ordering::SeqCst);
     }

@@ -1,8 +1,8 @@
 //! What a virtio device is to the transport.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use virtio_queue::Queue;
 use vmm_sys_util::eventfd::EventFd;
@@ -26,6 +26,28 @@ pub struct Interrupt {
     used: Events,
     config: Events,
     line: EventFd,
+}
+
+/// A device's interrupt while a driver is there, for who changes the device from outside. Clones are the same one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct DriverThere(Arc<Mutex<Option<Arc<Interrupt>>>>);
+
+impl DriverThere {
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Interrupt>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A driver has come, or none: has gone.
+    pub(crate) fn set(&self, interrupt: Option<Arc<Interrupt>>) {
+        *self.lock() = interrupt;
+    }
+
+    /// Tells the driver, if there is one, that the configuration space has changed.
+    pub(crate) fn config_changed(&self) {
+        if let Some(interrupt) = &*self.lock() {
+            interrupt.config_changed();
+        }
+    }
 }
 
 /// How often one kind of event happened, was seen, and was acknowledged.

@@ -12,6 +12,7 @@ pub(crate) mod segments;
 pub mod vsock;
 pub(crate) mod worker;
 
+pub(crate) use device::DriverThere;
 pub use device::{Activation, DeviceError, Interrupt, VirtioDevice, VirtioQueue};
 pub use mmio::Transport;
 pub use ring::RingError;

@@ -11,7 +11,7 @@ mod service;
 mod tests;
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use torpor_overlay::Block;
@@ -26,12 +26,11 @@ use self::request::{ID_BYTES, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT, MAX_SE
 use self::room::Room;
 use self::service::{Disk, Service};
 use super::rate::Limiter;
-use super::{Activation, DeviceError, Interrupt, VirtioDevice, ring::Ring};
+use super::{Activation, DeviceError, DriverThere, VirtioDevice, ring::Ring};
 use crate::host::Surroundings;
 
 /// Entries of the queue.
 const QUEUE_SIZE: u16 = 256;
-const _: () = assert!(MAX_SEGMENTS == QUEUE_SIZE as u32 - 2);
 /// Exponent of the physical block in logical ones of 512 bytes: 4 KiB.
 const PHYSICAL_BLOCK: u8 = 3;
 
@@ -53,23 +52,14 @@ pub struct BlockOptions {
     pub patience: Duration,
 }
 
-/// While the driver is there.
-type Line = Arc<Mutex<Option<Arc<Interrupt>>>>;
-
-fn line(line: &Line) -> MutexGuard<'_, Option<Arc<Interrupt>>> {
-    line.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Tells the device from outside what happened to its disk. Clones are the same device.
 #[derive(Clone, Debug)]
-pub struct BlockHandle(Line);
+pub struct BlockHandle(DriverThere);
 
 impl BlockHandle {
     /// The disk has another size: the guest is told to look.
     pub fn resized(&self) {
-        if let Some(interrupt) = &*line(&self.0) {
-            interrupt.config_changed();
-        }
+        self.0.config_changed();
     }
 }
 
@@ -81,7 +71,7 @@ pub struct BlockDevice {
     rate: Option<RateLimit>,
     discard_unit: u32,
     patience: Duration,
-    interrupt: Line,
+    driver: DriverThere,
     service: Option<Service>,
 }
 
@@ -104,14 +94,14 @@ impl BlockDevice {
             rate: options.rate,
             discard_unit: options.discard_unit,
             patience: options.patience,
-            interrupt: Line::default(),
+            driver: DriverThere::default(),
             service: None,
         }
     }
 
     /// The handle.
     pub fn handle(&self) -> BlockHandle {
-        BlockHandle(Arc::clone(&self.interrupt))
+        BlockHandle(self.driver.clone())
     }
 
     /// The configuration space (virtio 1.2, section 5.2.4).
@@ -178,7 +168,7 @@ impl VirtioDevice for BlockDevice {
             activation.queues.first_mut().and_then(Option::take).ok_or(DeviceError::QueueMissing(0))?;
         let ring = Ring::new(&queue.queue, activation.memory.clone(), activation.features)?;
         let limiter = Limiter::new(self.rate, Instant::now());
-        *line(&self.interrupt) = Some(Arc::clone(&activation.interrupt));
+        self.driver.set(Some(Arc::clone(&activation.interrupt)));
         let room = Room::new(self.name(), self.patience);
         let disk = Arc::clone(&self.disk);
         let service = Service::start(disk, room, ring, queue.kick, &activation, limiter, surroundings);
@@ -188,7 +178,7 @@ impl VirtioDevice for BlockDevice {
     }
 
     fn reset(&mut self) {
-        *line(&self.interrupt) = None;
+        self.driver.set(None);
         if let Some(service) = self.service.take() {
             service.stop();
         }

@@ -16,8 +16,8 @@ pub(crate) const MAX_RANGES: u32 = 32;
 pub(crate) const MAX_RANGE_SECTORS: u32 = 1 << 19;
 /// Longest buffer of a transfer that a driver is told of, bytes.
 pub(crate) const MAX_SEGMENT: u32 = 128 << 10;
-/// Most buffers of a transfer that a driver is told of: a chain of the queue's 256 also holds header and status.
-pub(crate) const MAX_SEGMENTS: u32 = 254;
+/// Most buffers of a transfer that a driver is told of: a chain as long as the queue also holds header and status.
+pub(crate) const MAX_SEGMENTS: u32 = super::QUEUE_SIZE as u32 - 2;
 /// Most bytes of one read or write: what a driver that keeps to these two can ask for, 31.75 MiB. How long a request keeps
 /// its device busy, and a pause or a reset waiting, is bounded by it; memory is not needed for it at all, as data goes
 /// straight between file and guest.

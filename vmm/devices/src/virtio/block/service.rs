@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use torpor_overlay::Block;
+use torpor_overlay::{Block, is_full};
 use torpor_vmm_api::ThreadKind;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP,
@@ -92,6 +92,8 @@ struct Core {
     jobs: VecDeque<Job>,
     /// Jobs that wait for room on the host: taken, but not in flight.
     room: Room<Job>,
+    /// Jobs that have found no room and aren't answered: they wait, or are being tried again.
+    short: usize,
     /// Chains to be used again.
     spare: Vec<Chain>,
     workers: Vec<JoinHandle<()>>,
@@ -133,6 +135,7 @@ impl Service {
             limiter,
             jobs: VecDeque::new(),
             room,
+            short: 0,
             spare: Vec::new(),
             workers: Vec::new(),
             idle: 0,
@@ -294,11 +297,6 @@ impl Shared {
     }
 }
 
-/// The host's file system, or a quota there, has no room.
-fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-}
-
 impl Core {
     /// Takes the next request, or finds out what to wait for.
     fn step(&mut self, shared: &Shared) -> Step {
@@ -409,6 +407,9 @@ impl Core {
 
     fn wait_for_room(&mut self, shared: &Arc<Shared>, mut job: Job) {
         let now = Instant::now();
+        if job.waits_since.is_none() {
+            self.short += 1;
+        }
         let since = *job.waits_since.get_or_insert(now);
         if self.room.note_full(now) {
             shared.surroundings.disk_full(self.room.device(), true);
@@ -424,7 +425,7 @@ impl Core {
     }
 
     fn tell_room(&mut self, shared: &Shared) {
-        if self.room.note_room() {
+        if self.short == 0 && self.room.note_room() {
             shared.surroundings.disk_full(self.room.device(), false);
         }
     }
@@ -438,6 +439,9 @@ impl Core {
 
     /// Answers a request.
     fn give_back(&mut self, shared: &Shared, job: Job, status: u8) {
+        if job.waits_since.is_some() {
+            self.short -= 1;
+        }
         job.status.set(status);
         self.ring.push(job.chain.head, job.written);
         if self.ring.must_interrupt() {

@@ -73,3 +73,26 @@ fn what_waits_for_room_is_left_alone_by_a_pause_and_answered_before_a_reset_or_t
     assert_eq!(driver.content(status), [OK]);
     assert_eq!(disk.data.lock().unwrap()[0], 9);
 }
+
+#[test]
+fn there_is_no_room_as_long_as_one_request_is_tried_again_whatever_else_succeeds() {
+    let disk = Fake::new();
+    let (mut driver, _) = patient(disk.clone(), PATIENCE);
+    let (data, range) = (driver.buffer(&[9; 512]), driver.buffer(&[0; 16]));
+    *disk.fails.lock().unwrap() = Some(("write", io::ErrorKind::StorageFull));
+    add(&mut driver, WRITE, 0, &[data]);
+    driver.kick(0);
+    driver.host.wait_full(true);
+    let tries = disk.calls().len();
+    disk.hold(Some("write"));
+    disk.wait_for_calls(tries + 1);
+    // The write is neither waiting nor answered now, and this changes the disk.
+    assert_eq!(ask(&mut driver, DISCARD, 0, &[range]), OK);
+    disk.hold(None);
+    disk.wait_for_calls(disk.calls().len() + 1);
+    *disk.fails.lock().unwrap() = None;
+    driver.wait(0);
+    driver.host.wait_full(false);
+    let told: Vec<bool> = driver.host.told().full.iter().map(|(_, full)| *full).collect();
+    assert_eq!(told, [true, false]);
+}
