@@ -11,7 +11,7 @@ use std::{
 use nix::unistd::syncfs;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::{agent::Agent, shutdown};
+use crate::{agent::Agent, boot::say, shutdown};
 
 /// The exit code after an engine's stop: 128 + TERM, which no other end of this program has. It tells the host that
 /// somebody asked the engine to stop the container, and that it did not fail.
@@ -40,7 +40,10 @@ pub async fn end_when_told(agent: &Agent) -> io::Result<()> {
     }
     let _turn = agent.turn.lock().await;
     agent.state().ending = true;
-    shutdown::quiesce(agent, STOP_GRACE).await;
+    let (flushed, detail) = shutdown::quiesce(agent, STOP_GRACE).await;
+    if !flushed {
+        say(detail);
+    }
     agent.cgroups.close();
     Ok(())
 }

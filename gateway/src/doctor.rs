@@ -149,10 +149,7 @@ fn kvm() -> Check {
     };
     let probe = torpor_driver_vm::probe::run(&program);
     if probe.usable {
-        Check::ok(
-            "kvm",
-            "runs a 64-bit guest: sandboxes run on it by QEMU, or by torpor-vmm with --machine kvm",
-        )
+        Check::ok("kvm", "runs a 64-bit guest: sandboxes run on the kvm machine unless they name another")
     } else {
         Check::warn("kvm", probe.reason, advice)
     }

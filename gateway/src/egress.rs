@@ -1,11 +1,11 @@
 //! Where sandboxes may send to: what a request says, checked, and the change of it.
 
-use torpor_sandbox::{Egress, Phase};
+use torpor_sandbox::{ComputeDriver, DriverError, Egress, Phase};
 
 use crate::{
     error::{ApiError, Code, with_causes},
     service::{Service, Target, request_key},
-    store::Applied,
+    store::{Applied, Record},
 };
 
 /// The policy in its usual form.
@@ -37,17 +37,31 @@ impl Service {
         let id = record.id.to_string();
         let applied = self.store.set_egress(id, egress, target.expected_version, request).await?;
         let record = &applied.record;
-        // What rests or starts is told with its start.
-        if record.state.phase == Phase::Ready {
-            driver.adjust(&record.id, &record.spec).await.map_err(|error| {
-                let message = format!(
-                    "sandbox '{}': its egress policy is written, but not in force yet ({}); that is tried again by itself",
-                    record.name,
-                    with_causes(&error)
-                );
-                ApiError::new(Code::Unavailable, "NOT_IN_FORCE", message).about(record)
-            })?;
-        }
+        self.enforce(&*driver, record).await.map_err(|error| {
+            let message = format!(
+                "sandbox '{}': its egress policy is written, but not in force yet ({}); that is tried again by itself",
+                record.name,
+                with_causes(&error)
+            );
+            ApiError::new(Code::Unavailable, "NOT_IN_FORCE", message).about(record)
+        })?;
         Ok(applied)
+    }
+
+    /// Lets the run of a sandbox go by its policy as it is written now: another request may have written one after `written`
+    /// and been done first.
+    async fn enforce(&self, driver: &dyn ComputeDriver, written: &Record) -> Result<(), DriverError> {
+        let (mut spec, mut phase) = (written.spec.clone(), written.state.phase);
+        // What rests or starts is told with its start.
+        while phase == Phase::Ready {
+            driver.adjust(&written.id, &spec).await?;
+            // One that is gone meanwhile has no run.
+            let Ok(latest) = self.store.get(written.id.as_str()).await else { break };
+            if latest.spec.egress == spec.egress {
+                break;
+            }
+            (spec, phase) = (latest.spec, latest.state.phase);
+        }
+        Ok(())
     }
 }

@@ -2,28 +2,13 @@
 
 use std::sync::Arc;
 
-use torpor_sandbox::{ComputeDriver, ImageCare, ImageFound, ImageSource, OnStep};
+use torpor_sandbox::{ComputeDriver, ImageFound, ImageSource, OnStep};
 
 use crate::{
     drivers::Drivers,
     error::{ApiError, Code},
     service::{Service, Wish},
 };
-
-/// The digest that an image's name stands for in the driver now.
-///
-/// # Errors
-/// `NOT_FOUND` with the command that fetches it; the driver's.
-pub async fn found_image(images: &dyn ImageCare, driver: &str, image: &str) -> Result<String, ApiError> {
-    match images.find(image).await? {
-        Some(found) => Ok(found.digest),
-        None => {
-            let message = format!("{driver} has no image '{image}'");
-            let error = ApiError::new(Code::NotFound, "IMAGE_NOT_FOUND", message).with("field", "image");
-            Err(error.with("next", format!("torpor image pull {image} --driver {driver}")))
-        }
-    }
-}
 
 /// Has a driver fetch an image.
 ///
@@ -72,21 +57,21 @@ impl Drivers {
 }
 
 impl Service {
-    /// Pulls the image of a create, when its driver pulls and has it not.
+    /// The digest of a create's image, when its driver keeps its own: pulled where it isn't there.
     ///
     /// # Errors
     /// As [`pull`].
-    pub(crate) async fn fetch_image(&self, wish: &Wish) -> Result<(), ApiError> {
+    pub(crate) async fn fetch_image(&self, wish: &Wish) -> Result<Option<String>, ApiError> {
         let given = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
         let name = given(&wish.driver).unwrap_or_else(|| self.drivers.default_name().to_owned());
         let driver = self.driver(&name)?;
-        let Some(images) = driver.images() else { return Ok(()) };
+        let Some(images) = driver.images() else { return Ok(None) };
         let image = given(&wish.image).unwrap_or_else(|| self.defaults.image.clone());
-        if images.find(&image).await?.is_some() {
-            return Ok(());
+        if let Some(found) = images.find(&image).await? {
+            return Ok(Some(found.digest));
         }
         tracing::info!(driver = name, image, "pulling");
         let tell = |step: &'static str, detail: String| tracing::debug!(step, detail, "pulling");
-        pull(driver.as_ref(), &image, &tell).await.map(drop)
+        Ok(Some(pull(driver.as_ref(), &image, &tell).await?.digest))
     }
 }

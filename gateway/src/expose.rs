@@ -2,7 +2,7 @@
 //! sleeps, too: whoever connects then is told the phase by HTTP, or wakes it, as the row says.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
     sync::{
@@ -46,24 +46,22 @@ const LISTEN_AGAIN: Duration = Duration::from_secs(15);
 type Key = (SandboxId, u16);
 
 /// The sockets.
-#[derive(Default)]
 pub struct Listeners {
     open: Mutex<HashMap<Key, Listener>>,
     /// Held while a port is exposed or taken back: row and socket change together.
     changing: tokio::sync::Mutex<()>,
-    places: Places,
+    /// For connections that are carried, of all ports.
+    places: Semaphore,
 }
 
-struct Places(Semaphore);
-
-impl Default for Places {
+impl Default for Listeners {
     fn default() -> Self {
-        Self(Semaphore::new(CONNECTIONS))
+        let places = Semaphore::new(CONNECTIONS);
+        Self { open: Mutex::default(), changing: tokio::sync::Mutex::default(), places }
     }
 }
 
 struct Listener {
-    host: SocketAddr,
     connections: Arc<AtomicU32>,
     end: CancellationToken,
     /// Why there is no socket.
@@ -97,6 +95,11 @@ pub fn port_of(port: u32) -> Result<u16, ApiError> {
 }
 
 impl Listeners {
+    /// Whether the host listens for this port.
+    fn is_open(&self, key: &Key) -> bool {
+        self.lock().get(key).is_some_and(|open| open.problem.is_none())
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Listener>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -134,7 +137,7 @@ impl Service {
         let key = (id.clone(), port);
         let kept = present.as_ref().map(|row| row.host).filter(|kept| fits(wanted, *kept));
         if let Some(kept) = kept
-            && self.listeners.lock().get(&key).is_some_and(|open| open.problem.is_none())
+            && self.listeners.is_open(&key)
         {
             let row = self.store.expose(&id, port, kept, wake).await?;
             return Ok(self.listeners.view(row));
@@ -214,11 +217,11 @@ impl Service {
             Ok(rows) => rows,
             Err(error) => return tracing::error!(%error, "the exposed ports can't be read"),
         };
-        let known = |key: &Key| rows.iter().any(|row| (&row.sandbox, row.port) == (&key.0, key.1));
-        self.listeners.lock().retain(|key, _| known(key));
+        let known: HashSet<Key> = rows.iter().map(|row| (row.sandbox.clone(), row.port)).collect();
+        self.listeners.lock().retain(|key, _| known.contains(key));
         for row in &rows {
             let key = (row.sandbox.clone(), row.port);
-            if self.listeners.lock().get(&key).is_some_and(|open| open.problem.is_none()) {
+            if self.listeners.is_open(&key) {
                 continue;
             }
             let bound = TcpListener::bind(row.host).await;
@@ -244,11 +247,8 @@ impl Service {
             };
             tokio::spawn(port.accept(socket));
         }
-        let listener = Listener { host: row.host, connections, end, problem };
-        let key = (row.sandbox.clone(), row.port);
-        if let Some(before) = self.listeners.lock().insert(key, listener) {
-            tracing::debug!(before = %before.host, now = %row.host, "an exposed port has moved");
-        }
+        let listener = Listener { connections, end, problem };
+        self.listeners.lock().insert((row.sandbox.clone(), row.port), listener);
     }
 
     /// The way to the agent of a sandbox, which is resumed when it is suspended and `wake` says so; true: it was waited
@@ -318,7 +318,7 @@ impl Port {
     async fn serve(self, mut stream: TcpStream) {
         let Some(service) = self.service.upgrade() else { return };
         let counted = Counted::one_more(&self.connections);
-        let place = service.listeners.places.0.try_acquire();
+        let place = service.listeners.places.try_acquire();
         let served = if place.is_err() || counted.number > CONNECTIONS_OF_PORT {
             Err(ApiError::new(
                 Code::ResourceExhausted,
@@ -350,7 +350,9 @@ impl Port {
         let (record, channel, session, woken) = service.reach(&self.id, wake, &why).await?;
         let opened = tokio::select! {
             opened = self.open(channel, woken) => opened,
-            () = session.cancelled() => Err(NoForward::Failed(tonic::Status::unavailable("it left Ready"))),
+            () = session.cancelled() => {
+                return Err(ApiError::not_ready(&service.store.get(self.id.as_str()).await?));
+            }
         };
         match opened {
             Ok(forward) => {

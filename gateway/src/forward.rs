@@ -18,6 +18,8 @@ use torpor_proto::agent::v1::{
     forward_input, forward_output::Kind,
 };
 
+use torpor_sandbox::words::said;
+
 use crate::{
     error::{ApiError, Code},
     store::Record,
@@ -91,17 +93,12 @@ pub async fn open(channel: Channel, port: u16) -> Result<Forward, NoForward> {
     match output.message().await.map_err(NoForward::Failed)?.and_then(|message| message.kind) {
         Some(Kind::Connected(_)) => Ok(Forward { input, output }),
         Some(Kind::Error(error)) => Err(match error.kind() {
-            forward_error::Kind::Refused => NoForward::Refused(printable(&error.message)),
-            forward_error::Kind::TooMany => NoForward::TooMany(printable(&error.message)),
-            _ => NoForward::Failed(Status::unavailable(printable(&error.message))),
+            forward_error::Kind::Refused => NoForward::Refused(said(&error.message)),
+            forward_error::Kind::TooMany => NoForward::TooMany(said(&error.message)),
+            _ => NoForward::Failed(Status::unavailable(said(&error.message))),
         }),
         _ => Err(NoForward::Failed(Status::unavailable("it did not say whether it has connected"))),
     }
-}
-
-/// A guest's words.
-fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(300).collect()
 }
 
 /// Carries bytes between a connection of the host and one in the sandbox until both directions have ended, one of them

@@ -21,7 +21,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_netpool::policy::Want;
 use torpor_sandbox::{
     Change, ComputeDriver, DriverError, Event, Exit, Failure, Keep, Observed, Phase, Run, SandboxId, State,
-    Step, failpoint::hit, lifecycle::step,
+    Step, failpoint::hit, lifecycle::step, words::said_within,
 };
 
 use crate::{
@@ -770,5 +770,5 @@ async fn tail(driver: &dyn ComputeDriver, id: &SandboxId) -> String {
 /// What is written of an error: with its causes, printable and of bounded length.
 fn words(error: &DriverError) -> String {
     // Some of it may be a guest's words.
-    with_causes(error).chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST_MESSAGE).collect()
+    said_within(&with_causes(error), LONGEST_MESSAGE)
 }

@@ -183,7 +183,8 @@ impl Gateway {
     ) -> Result<Self, ServeError> {
         let host = host_limits().map_err(ServeError::Host)?;
         let socket = config.socket().unwrap_or_default();
-        let limits = pool_limits(&config, host);
+        let topology = topology(&config);
+        let limits = pool_limits(&config, host, topology.clone());
         let budget = limits.budget.clone();
         let store = Arc::new(match config.commit_group {
             0 => Store::open(&config.state_dir, limits)?,
@@ -201,7 +202,7 @@ impl Gateway {
         };
         let drivers = match own {
             Some(drivers) => Drivers::new(drivers, config.default_driver()),
-            None => open_drivers(&config, &store, &end).await?,
+            None => open_drivers(&config, topology, &store, &end).await?,
         };
         hit("serve.drivers_opened").map_err(StoreError::from)?;
         let gateway_id = identify(&store).await?;
@@ -356,6 +357,7 @@ fn listen(path: &Path) -> Result<UnixListener, ServeError> {
 /// One arm per driver.
 async fn open_drivers(
     config: &Config,
+    topology: Option<Topology>,
     store: &Arc<Store>,
     end: &CancellationToken,
 ) -> Result<Drivers, ServeError> {
@@ -368,7 +370,7 @@ async fn open_drivers(
             "docker" => drivers.push(open_engine(config, Engine::Docker, &config.docker)?),
             "podman" => drivers.push(open_engine(config, Engine::Podman, &config.podman)?),
             _ => {
-                let driver = open_vm_driver(config, store).await?;
+                let driver = open_vm_driver(config, topology.clone(), store).await?;
                 tokio::spawn(tend(driver.clone(), end.clone()));
                 drivers.push(driver);
             }
@@ -384,27 +386,31 @@ fn open_engine(
     of: &EngineConfig,
 ) -> Result<Arc<dyn ComputeDriver>, ServeError> {
     let given = |path: &PathBuf| (!path.as_os_str().is_empty()).then(|| path.clone());
-    let agent = config.find_agent().filter(|agent| crate::config::is_static(agent));
-    let agent = agent.ok_or(ServeError::NoAgent)?;
     let driver = ContainerConfig {
         socket: given(&of.socket).unwrap_or_else(|| engine.default_socket()),
         start_timeout: std::time::Duration::from_secs(config.boot_timeout_seconds),
         pids: of.pids,
         auth_file: given(&of.auth_file),
-        ..ContainerConfig::new(engine, &config.state_dir, &config.run_dir, agent)
+        ..ContainerConfig::new(engine, &config.state_dir, &config.run_dir, agent(config)?)
     };
     let failed = |error| ServeError::Engine { name: engine.name(), source: error };
     Ok(ContainerDriver::new(driver).map_err(failed)?)
 }
 
-async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDriver>, ServeError> {
+/// The guest agent, for who needs one.
+fn agent(config: &Config) -> Result<PathBuf, ServeError> {
+    config.find_agent().filter(|agent| crate::config::is_static(agent)).ok_or(ServeError::NoAgent)
+}
+
+async fn open_vm_driver(
+    config: &Config,
+    topology: Option<Topology>,
+    store: &Arc<Store>,
+) -> Result<Arc<VmDriver>, ServeError> {
     let vm = VmConfig {
         state_dir: config.state_dir.clone(),
         run_dir: config.run_dir.clone(),
-        agent: config
-            .find_agent()
-            .filter(|agent| crate::config::is_static(agent))
-            .ok_or(ServeError::NoAgent)?,
+        agent: agent(config)?,
         machine: config.machine.clone(),
         vmm: config.find_vmm(),
         first_uid: config.first_uid,
@@ -414,7 +420,7 @@ async fn open_vm_driver(config: &Config, store: &Arc<Store>) -> Result<Arc<VmDri
         pool: config.network.clone(),
         cpu_quota_percent: config.limits.cpu_quota_percent,
         pin: config.limits.cpu_pinning != Pinning::Off,
-        topology: topology(config),
+        topology,
         ..VmConfig::new("", "", "")
     };
     let ledger = store.clone();
@@ -534,7 +540,7 @@ fn host_limits() -> std::io::Result<HostLimits> {
     Ok(HostLimits { memory_bytes: kib << 10, cpus: u32::try_from(cpus).unwrap_or(u32::MAX) })
 }
 
-fn pool_limits(config: &Config, host: HostLimits) -> PoolLimits {
+fn pool_limits(config: &Config, host: HostLimits, topology: Option<Topology>) -> PoolLimits {
     let memory_bytes = match config.limits.memory_bytes {
         0 => host.memory_bytes / 10 * 9,
         bytes => bytes,
@@ -544,10 +550,7 @@ fn pool_limits(config: &Config, host: HostLimits) -> PoolLimits {
     let cpus: CpuSet = cpus.unwrap_or_else(|| (0..host.cpus).collect());
     PoolLimits {
         network: config.network.clone(),
-        topology: match topology(config) {
-            Some(topology) => topology,
-            None => Topology::flat(&cpus),
-        },
+        topology: topology.unwrap_or_else(|| Topology::flat(&cpus)),
         budget: Budget { cpus, cpu_percent: config.limits.cpu_percent, memory_bytes },
     }
 }

@@ -19,7 +19,6 @@ use crate::{
     config::Defaults,
     drivers::Drivers,
     egress::checked,
-    engines::found_image,
     error::{ApiError, Code},
     expose::Listeners,
     maintenance::Maintenance,
@@ -185,9 +184,9 @@ impl Service {
         validate_labels(&wish.labels)?;
         let labels = wish.labels.clone();
         // Before the gate: it may take minutes, and no image of the catalog is meant.
-        self.fetch_image(&wish).await?;
+        let pulled = self.fetch_image(&wish).await?;
         let _pinned = self.image_gate.read().await;
-        let spec = self.resolve(wish, &name).await?;
+        let spec = self.resolve(wish, &name, pulled).await?;
         spec.validate(self.host)?;
         self.fits(&spec)?;
         let driver = self.driver(&spec.driver)?;
@@ -231,11 +230,16 @@ impl Service {
         Ok(())
     }
 
-    /// Fills in the defaults and pins the image.
-    async fn resolve(&self, wish: Wish, name: &SandboxName) -> Result<SandboxSpec, ApiError> {
+    /// Fills in the defaults and pins the image: one of a driver that keeps its own was found before.
+    async fn resolve(
+        &self,
+        wish: Wish,
+        name: &SandboxName,
+        pulled: Option<String>,
+    ) -> Result<SandboxSpec, ApiError> {
         let driver =
             wish.driver.filter(|d| !d.is_empty()).unwrap_or_else(|| self.drivers.default_name().to_owned());
-        let backend = self.driver(&driver)?;
+        self.driver(&driver)?;
         let image = wish.image.filter(|i| !i.is_empty()).unwrap_or_else(|| self.defaults.image.clone());
         if wish.disk_bytes == Some(0) {
             return Err(ApiError::invalid("resources.disk_bytes", "at least one byte is needed"));
@@ -243,13 +247,13 @@ impl Service {
         let mut default_disk = self.defaults.disk_bytes;
         let (image_digest, image_bytes) = if driver == "sim" {
             ("sha256:sim".to_owned(), 0)
-        } else if let Some(images) = backend.images() {
+        } else if let Some(digest) = pulled {
             if wish.disk_bytes.is_some() {
                 let problem = format!("the {driver} driver can't limit what a container writes");
                 return Err(ApiError::invalid("resources.disk_bytes", problem));
             }
             default_disk = 0;
-            (found_image(images, &driver, &image).await?, 0)
+            (digest, 0)
         } else {
             let (catalog, wanted) = (self.images.clone(), image.clone());
             let found = tokio::task::spawn_blocking(move || catalog.resolve(&wanted)).await;

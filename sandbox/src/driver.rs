@@ -3,8 +3,10 @@
 use std::{pin::Pin, time::Duration};
 
 use async_trait::async_trait;
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use serde::{Deserialize, Serialize};
+use tokio::sync::broadcast;
+use tokio_stream::wrappers::BroadcastStream;
 use tonic::transport::Channel;
 
 use crate::{
@@ -14,6 +16,14 @@ use crate::{
     lifecycle::Keep,
     spec::SandboxSpec,
 };
+
+/// Word about sandboxes, as it comes.
+pub type Word = Pin<Box<dyn Stream<Item = SandboxId> + Send>>;
+
+/// What is said there from now on. Who lags misses some, which may happen to such word.
+pub fn word_of(sender: &broadcast::Sender<SandboxId>) -> Word {
+    Box::pin(BroadcastStream::new(sender.subscribe()).filter_map(|word| async { word.ok() }))
+}
 
 /// A backend. Verbs are idempotent by id and return when done; the gateway repeats them after a crash, and **drops
 /// them** when the user turns round (a resume that becomes a suspend): a dropped verb must leave something that
@@ -69,10 +79,10 @@ pub trait ComputeDriver: Send + Sync + 'static {
     async fn list(&self) -> Result<Vec<SandboxId>, DriverError>;
 
     /// "Look again at this one." Hints may be lost or doubled.
-    fn hints(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>>;
+    fn hints(&self) -> Word;
 
     /// "The host has no room for what this one writes." Said again and again as long as that lasts; may be lost.
-    fn shortages(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
+    fn shortages(&self) -> Word {
         Box::pin(futures::stream::pending())
     }
 

@@ -12,6 +12,7 @@ pub mod images;
 pub mod lifecycle;
 pub mod sim;
 pub mod spec;
+pub mod words;
 
 pub use disk::{DiskCare, DiskFormat, DiskReport};
 pub use driver::{Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, Facts, Observed, Stopped};

@@ -3,7 +3,6 @@
 
 use std::{
     collections::BTreeMap,
-    pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +11,6 @@ use std::{
 };
 
 use async_trait::async_trait;
-use futures::{Stream, StreamExt as _};
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 use serde::{Deserialize, Serialize};
 use tokio::sync::broadcast;
@@ -23,7 +21,7 @@ use crate::{
     },
     driver::{
         Capabilities, Change, ComputeDriver, DiskFacts, DriverError, Ended, Exit, Facts, HostFacts, Observed,
-        Stopped,
+        Stopped, Word, word_of,
     },
     failpoint::hit,
     id::{Run, SandboxId},
@@ -633,15 +631,12 @@ impl ComputeDriver for SimDriver {
         Ok(there.map(|(id, _)| id.clone()).collect())
     }
 
-    fn hints(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
-        let stream = tokio_stream::wrappers::BroadcastStream::new(self.hints.subscribe());
-        // A listener that lags has lost hints, as anybody may.
-        Box::pin(stream.filter_map(|hint| async { hint.ok() }))
+    fn hints(&self) -> Word {
+        word_of(&self.hints)
     }
 
-    fn shortages(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
-        let stream = tokio_stream::wrappers::BroadcastStream::new(self.shortages.subscribe());
-        Box::pin(stream.filter_map(|id| async { id.ok() }))
+    fn shortages(&self) -> Word {
+        word_of(&self.shortages)
     }
 
     async fn agent(&self, _id: &SandboxId) -> Result<tonic::transport::Channel, DriverError> {

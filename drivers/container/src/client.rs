@@ -19,7 +19,7 @@ use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::{net::UnixStream, time::timeout};
-use torpor_sandbox::DriverError;
+use torpor_sandbox::{DriverError, words};
 
 use crate::{
     engine::Engine,
@@ -307,7 +307,7 @@ pub(crate) fn encoded(text: &str) -> String {
 
 /// An engine's words, of bounded length and without anything that a terminal would act on.
 pub(crate) fn said(text: &str) -> String {
-    text.trim().chars().take(600).map(|c| if c.is_control() { ' ' } else { c }).collect()
+    words::said_within(text.trim(), 600)
 }
 
 #[cfg(test)]

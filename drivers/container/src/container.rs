@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use serde_json::{Value, json};
-use torpor_sandbox::{Egress, Run, SandboxId, SandboxSpec};
+use torpor_sandbox::{Run, SandboxId, SandboxSpec};
 
 use crate::{config::ContainerConfig, run::RunDir, store::Store, types::Info};
 
@@ -48,18 +48,12 @@ pub(crate) fn check(config: &ContainerConfig, spec: &SandboxSpec) -> Result<(), 
     if spec.machine != "auto" {
         return Err(format!("machine: a container of {engine} has none"));
     }
-    egress(config, spec.egress.as_ref())
-}
-
-/// Refuses to promise what only the vm driver's network keeps.
-pub(crate) fn egress(config: &ContainerConfig, egress: Option<&Egress>) -> Result<(), String> {
-    let engine = config.engine.name();
-    match egress {
-        None => Ok(()),
-        Some(_) => Err(format!(
+    if spec.egress.is_some() {
+        return Err(format!(
             "egress: where a container of {engine} may send to is the engine's network's to say; use the vm driver"
-        )),
+        ));
     }
+    Ok(())
 }
 
 /// The body of the request that creates the container.

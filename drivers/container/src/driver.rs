@@ -4,23 +4,22 @@ use std::{
     collections::HashMap,
     future::Future,
     path::Path,
-    pin::Pin,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
 use async_trait::async_trait;
-use futures::{Stream, StreamExt as _};
 use hyper::Method;
 use tokio::{
     sync::{OwnedMutexGuard, broadcast},
     task::AbortHandle,
 };
-use tokio_stream::wrappers::BroadcastStream;
 use tonic::transport::Channel;
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DriverError, Facts, ImageCare, Keep, Observed, Run, SandboxId,
-    SandboxSpec, Stopped, failpoint::hit,
+    SandboxSpec, Stopped,
+    driver::{Word, word_of},
+    failpoint::hit,
 };
 
 use crate::{
@@ -282,14 +281,6 @@ impl ComputeDriver for ContainerDriver {
         self.inner.start(id, run).await
     }
 
-    async fn adjust(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
-        container::egress(&self.inner.config, spec.egress.as_ref()).map_err(DriverError::Unsupported)?;
-        if !self.inner.store.exists(id) {
-            return Ok(Change::Already);
-        }
-        self.inner.store.write(id, spec)
-    }
-
     async fn stop(&self, id: &SandboxId, keep: Keep, deadline: Duration) -> Result<Stopped, DriverError> {
         if keep == Keep::Memory {
             return Err(self.no_memory());
@@ -316,9 +307,8 @@ impl ComputeDriver for ContainerDriver {
         Ok(ids)
     }
 
-    fn hints(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
-        // A receiver that lags has lost hints, which may happen to hints.
-        Box::pin(BroadcastStream::new(self.inner.hints.subscribe()).filter_map(|hint| async { hint.ok() }))
+    fn hints(&self) -> Word {
+        word_of(&self.inner.hints)
     }
 
     async fn agent(&self, id: &SandboxId) -> Result<Channel, DriverError> {

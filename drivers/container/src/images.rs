@@ -9,7 +9,7 @@ use http_body_util::{BodyExt, StreamBody};
 use hyper::{Method, body::Frame};
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _},
-    process::{Child, Command},
+    process::Command,
     time::timeout,
 };
 use torpor_sandbox::{DriverError, ImageCare, ImageFound, ImageSource, OnStep};
@@ -74,8 +74,8 @@ impl ImageCare for Inner {
         let (body, packing) = match source {
             ImageSource::Tar(file) => (archive(file).await?, None),
             ImageSource::Dir(folder) => {
-                let (body, child) = packed(folder)?;
-                (body, Some(child))
+                let (body, packing) = packed(folder)?;
+                (body, Some(packing))
             }
         };
         let answer = self.client.stream(Method::POST, &path, Carries::Tar(body), None).await;
@@ -85,8 +85,8 @@ impl ImageCare for Inner {
             }),
             Err(error) => Err(error.into()),
         };
-        if let Some(child) = packing {
-            packed_whole(child, imported.is_ok()).await?;
+        if let Some(packing) = packing {
+            packed_whole(packing, imported.is_ok()).await?;
         }
         imported?;
         self.find(&format!("{repository}:{tag}"))
@@ -195,8 +195,11 @@ async fn archive(file: &Path) -> Result<Body, DriverError> {
     Ok(BodyExt::boxed(StreamBody::new(frames(opened))))
 }
 
+/// tar at work, and what it comes to.
+type Packing = tokio::task::JoinHandle<io::Result<std::process::Output>>;
+
 /// The tree as an archive, as it is made.
-fn packed(folder: &Path) -> Result<(Body, Child), DriverError> {
+fn packed(folder: &Path) -> Result<(Body, Packing), DriverError> {
     let failed = |error| DriverError::backend(format!("pack {} with tar", folder.display()), error);
     let mut tar = Command::new("tar");
     tar.args(["--create", "--numeric-owner", "--xattrs", "--one-file-system", "--file=-", "--directory"])
@@ -208,20 +211,21 @@ fn packed(folder: &Path) -> Result<(Body, Child), DriverError> {
         .kill_on_drop(true);
     let mut child = tar.spawn().map_err(failed)?;
     let out = child.stdout.take().ok_or_else(|| failed(io::Error::other("it has no output")))?;
-    Ok((BodyExt::boxed(StreamBody::new(frames(out))), child))
+    // Its words are read while it packs: a pipe that is full would stop it.
+    let packing = tokio::spawn(child.wait_with_output());
+    Ok((BodyExt::boxed(StreamBody::new(frames(out))), packing))
 }
 
 /// An archive that was cut short makes an image all the same.
-async fn packed_whole(mut child: Child, expected: bool) -> Result<(), DriverError> {
-    let mut words = String::new();
-    if let Some(said) = &mut child.stderr {
-        let _cut = said.take(4096).read_to_string(&mut words).await.is_err();
-    }
-    let status = child.wait().await.map_err(|error| DriverError::backend("wait for tar", error))?;
-    if status.success() || !expected {
+async fn packed_whole(packing: Packing, expected: bool) -> Result<(), DriverError> {
+    let ended = packing.await.map_err(io::Error::other).and_then(|ended| ended);
+    let ended = ended.map_err(|error| DriverError::backend("wait for tar", error))?;
+    if ended.status.success() || !expected {
         return Ok(());
     }
-    Err(DriverError::backend("pack the root file system with tar", format!("{status}: {}", said(&words))))
+    let words = String::from_utf8_lossy(&ended.stderr);
+    let why = format!("{}: {}", ended.status, said(&words));
+    Err(DriverError::backend("pack the root file system with tar", why))
 }
 
 fn frames(

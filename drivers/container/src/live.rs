@@ -15,7 +15,7 @@ use tonic::transport::Channel;
 use torpor_proto::agent::v1::{
     EventsRequest, StatusRequest, StatusResponse, agent_client::AgentClient, event,
 };
-use torpor_sandbox::{DriverError, Run, SandboxId, driver::HostFacts};
+use torpor_sandbox::{DriverError, Run, SandboxId, driver::HostFacts, words};
 
 use crate::{
     driver::Inner,
@@ -91,7 +91,7 @@ impl Live {
 
     /// The agent says that it is configured for this run: from now on it has events to tell.
     pub(crate) fn set_configured(self: &Arc<Self>, boot_id: &str) {
-        if is_uuid(boot_id) {
+        if let Some(boot_id) = words::boot_id(boot_id) {
             *lock(&self.boot_id) = Some(boot_id.to_owned());
         }
         if !self.configured.swap(true, Ordering::Relaxed) {
@@ -126,10 +126,6 @@ impl Live {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn is_uuid(text: &str) -> bool {
-    text.len() == 36 && text.bytes().all(|byte| byte == b'-' || byte.is_ascii_hexdigit())
 }
 
 impl Inner {

@@ -51,7 +51,9 @@ impl Inner {
             self.bring_up(&live, &spec, &found, record, &turn).await?;
             return Ok(Change::Already);
         }
-        if record.is_some() || dir.exists() {
+        // An engine that was asked by a gateway that is gone may be about to start it, in the folder that there is.
+        let asked = record.as_ref().is_some_and(|record| record.run == run && record.is_pending(&found));
+        if !asked && (record.is_some() || dir.exists()) {
             self.unhear(id);
             dir.remove()?;
         }

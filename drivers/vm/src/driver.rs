@@ -2,24 +2,21 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    pin::Pin,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
 use async_trait::async_trait;
-use futures::{Stream, StreamExt as _};
 use tokio::{
     sync::{OwnedMutexGuard, broadcast},
     time::{Instant, timeout},
 };
-use tokio_stream::wrappers::BroadcastStream;
 use tonic::transport::Channel;
 use torpor_netpool::{GuestNet, Ledger};
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DiskCare, DriverError, Ended, Exit, Facts, Observed, Run, SandboxId,
     SandboxSpec, Stopped,
-    driver::{DiskFacts, HostFacts},
+    driver::{DiskFacts, HostFacts, Word, word_of},
     failpoint::hit,
     lifecycle::Keep,
 };
@@ -401,6 +398,8 @@ impl ComputeDriver for VmDriver {
         let Some(net) = vm.net() else { return Ok(noted) };
         self.step(id, &turn, move |host| {
             let guest = GuestNet { egress: Some(wanted.clone()), ..net }.guest();
+            // A sweep goes by the record: it must not see the new element beside the old record.
+            let _objects = host.objects.read().unwrap_or_else(PoisonError::into_inner);
             host.network.firewall().add(&guest).map_err(errors::net("replace the egress policy"))?;
             vm.set_egress(wanted);
             hit("vm.adjust.replaced")?;
@@ -489,14 +488,12 @@ impl ComputeDriver for VmDriver {
         .await
     }
 
-    fn hints(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
-        // A receiver that lags has lost hints, which may happen to hints.
-        Box::pin(BroadcastStream::new(self.hints.subscribe()).filter_map(|hint| async { hint.ok() }))
+    fn hints(&self) -> Word {
+        word_of(&self.hints)
     }
 
-    fn shortages(&self) -> Pin<Box<dyn Stream<Item = SandboxId> + Send>> {
-        // What is missed is said again.
-        Box::pin(BroadcastStream::new(self.shortages.subscribe()).filter_map(|id| async { id.ok() }))
+    fn shortages(&self) -> Word {
+        word_of(&self.shortages)
     }
 
     async fn agent(&self, id: &SandboxId) -> Result<Channel, DriverError> {

@@ -10,9 +10,9 @@ use tonic::Code;
 use torpor_proto::agent::v1::{
     ConfigureRequest, MainCommand, Network, ShutdownRequest, agent_client::AgentClient,
 };
-use torpor_sandbox::SandboxSpec;
+use torpor_sandbox::{SandboxSpec, words::said};
 
-use crate::{host::Host, vm::Vm, words::said};
+use crate::{host::Host, vm::Vm};
 
 /// Pause between two tries of a first call.
 const AGAIN: Duration = Duration::from_millis(100);

@@ -27,7 +27,6 @@ mod store;
 mod sweep;
 mod sys;
 mod vm;
-mod words;
 
 pub use config::{ConfigError, FIRST_UID, VmConfig};
 pub use driver::VmDriver;

@@ -77,25 +77,37 @@ pub(crate) fn marker(id: &SandboxId, run: Run) -> String {
     format!("torpor-{id}-run-{run}")
 }
 
-fn run_of_marker(id: &SandboxId, argument: &str) -> Option<Run> {
-    argument.strip_prefix("torpor-")?.strip_prefix(id.as_str())?.strip_prefix("-run-")?.parse().ok().map(Run)
-}
-
-/// The run that a process's arguments name, when it is a VM process of this sandbox: the marker follows `-name`.
-fn run_in_arguments(id: &SandboxId, arguments: &[u8]) -> Option<Run> {
+/// The sandbox and the run that a VM process's arguments name: the marker follows `-name`.
+fn marked(arguments: &[u8]) -> Option<(SandboxId, Run)> {
     let mut words =
         arguments.split(|byte| *byte == 0).map(|word| std::str::from_utf8(word).unwrap_or_default());
-    while let Some(word) = words.next() {
-        if word == "-name" {
-            return run_of_marker(id, words.next()?);
-        }
-    }
-    None
+    words.by_ref().find(|word| *word == "-name")?;
+    let (id, run) = words.next()?.strip_prefix("torpor-")?.rsplit_once("-run-")?;
+    Some((id.parse().ok()?, Run(run.parse().ok()?)))
+}
+
+/// The run that a process's arguments name, when it is a VM process of this sandbox.
+fn run_in_arguments(id: &SandboxId, arguments: &[u8]) -> Option<Run> {
+    marked(arguments).filter(|(found, _)| found == id).map(|(_, run)| run)
 }
 
 /// The run of the sandbox's VM that `pid` is, if it is one.
 pub(crate) fn run_of(id: &SandboxId, pid: u32) -> io::Result<Option<Run>> {
     Ok(read_of(pid, "cmdline")?.and_then(|arguments| run_in_arguments(id, &arguments)))
+}
+
+/// The VM processes on the host, of whatever gateway. Reads all of /proc, as far as the caller goes on.
+fn vms() -> io::Result<impl Iterator<Item = io::Result<(Identity, SandboxId, Run)>>> {
+    let vm = |pid| {
+        let Some((id, run)) = read_of(pid, "cmdline")?.and_then(|arguments| marked(&arguments)) else {
+            return Ok(None);
+        };
+        Ok(Identity::of(pid)?.map(|identity| (identity, id, run)))
+    };
+    Ok(fs::read_dir("/proc")?.filter_map(move |entry| match entry {
+        Ok(entry) => vm(entry.file_name().to_str()?.parse().ok()?).transpose(),
+        Err(error) => Some(Err(error)),
+    }))
 }
 
 /// Looks through all processes for a VM of this sandbox. Needed only where the record of its start is missing or
@@ -104,43 +116,21 @@ pub(crate) fn run_of(id: &SandboxId, pid: u32) -> io::Result<Option<Run>> {
 /// # Errors
 /// Not every process could be looked at: one of them may be it.
 pub(crate) fn find(id: &SandboxId) -> io::Result<Option<(Identity, Run)>> {
-    for entry in fs::read_dir("/proc")? {
-        let name = entry?.file_name();
-        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
-        let Some(run) = run_of(id, pid)? else { continue };
-        if let Some(identity) = Identity::of(pid)? {
+    for vm in vms()? {
+        let (identity, found, run) = vm?;
+        if found == *id {
             return Ok(Some((identity, run)));
         }
     }
     Ok(None)
 }
 
-/// Every VM process on the host, of whatever gateway: its sandbox and pid. Reads all of /proc.
+/// Every VM process on the host, of whatever gateway: its sandbox and pid.
 ///
 /// # Errors
 /// /proc can't be listed, or a process in it can't be looked at.
 pub(crate) fn all() -> io::Result<Vec<(SandboxId, u32)>> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc")? {
-        let name = entry?.file_name();
-        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
-        let Some(arguments) = read_of(pid, "cmdline")? else { continue };
-        if let Some(id) = sandbox_in_arguments(&arguments)
-            && Identity::of(pid)?.is_some()
-        {
-            found.push((id, pid));
-        }
-    }
-    Ok(found)
-}
-
-/// The sandbox that a VM process's arguments name.
-fn sandbox_in_arguments(arguments: &[u8]) -> Option<SandboxId> {
-    let mut words =
-        arguments.split(|byte| *byte == 0).map(|word| std::str::from_utf8(word).unwrap_or_default());
-    let marker = words.by_ref().skip_while(|word| *word != "-name").nth(1)?;
-    let id: SandboxId = marker.strip_prefix("torpor-")?.rsplit_once("-run-")?.0.parse().ok()?;
-    run_of_marker(&id, marker).map(|_| id)
+    vms()?.map(|vm| vm.map(|(identity, id, _)| (id, identity.pid))).collect()
 }
 
 /// A process that was seen to be the one that is meant, held by a descriptor.

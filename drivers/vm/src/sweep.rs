@@ -1,7 +1,7 @@
 //! What earlier lives of the gateway left.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     sync::{Arc, PoisonError},
 };
 
@@ -81,7 +81,8 @@ impl VmDriver {
             .await?;
         let mut lines = found.lines;
         let odd: BTreeMap<SandboxId, String> = found.odd.into_iter().collect();
-        let before = std::mem::take(&mut *self.odd.lock().unwrap_or_else(PoisonError::into_inner));
+        let known = odd.keys().cloned().collect();
+        let before = std::mem::replace(&mut *self.odd.lock().unwrap_or_else(PoisonError::into_inner), known);
         for (id, line) in &odd {
             // A start or a stop that is under way looks just like that, and is over by the next time.
             if before.contains(id) && !self.is_busy(id) {
@@ -89,7 +90,6 @@ impl VmDriver {
                 let _nobody = self.hints.send(id.clone()).is_err();
             }
         }
-        *self.odd.lock().unwrap_or_else(PoisonError::into_inner) = odd.into_keys().collect();
         Ok(lines)
     }
 
@@ -132,11 +132,12 @@ impl VmDriver {
 
     /// The elements of watched VMs that are not among those that are there.
     async fn put_elements_back(&self, there: &[torpor_netpool::Guest]) -> Result<Vec<String>, DriverError> {
-        let mut lines = Vec::new();
+        let (mut lines, there): (_, HashSet<_>) = (Vec::new(), there.iter().collect());
         for vm in self.all_watched() {
             let guest = || vm.net().as_ref().map(torpor_netpool::GuestNet::guest);
             let id = &vm.record.sandbox;
-            if guest().is_none_or(|guest| there.contains(&guest)) {
+            let before = guest();
+            if before.as_ref().is_none_or(|guest| there.contains(guest)) {
                 continue;
             }
             // With the sandbox's turn in hand no stop takes the element away at the same time.
@@ -144,9 +145,10 @@ impl VmDriver {
             if self.watched(id).is_none_or(|now| !Arc::ptr_eq(&now, &vm)) {
                 continue;
             }
-            // What it may do may have changed while its turn was waited for.
-            let Some(guest) = guest() else { continue };
+            // What it may do may have changed since the elements were listed; who changed that has put the new one there.
+            let Some(guest) = guest().filter(|now| before.as_ref() == Some(now)) else { continue };
             let put_back = move |host: &Host| {
+                let _objects = host.objects.read().unwrap_or_else(PoisonError::into_inner);
                 host.network.firewall().add(&guest).map_err(errors::net("put back the element"))
             };
             self.step(id, &turn, put_back).await?;

@@ -19,18 +19,19 @@ use torpor_netpool::{Egress, GuestNet};
 use torpor_proto::agent::v1::{
     EventsRequest, StatusRequest, StatusResponse, agent_client::AgentClient, event,
 };
-use torpor_sandbox::{DriverError, Exit, Run, SandboxId};
+use torpor_sandbox::{DriverError, Exit, Run, SandboxId, words};
 
 use crate::{
     agent,
     machine::{GuestEnd, LastWords, Machine, Monitor, News},
     process::Handle,
     rundir::{Record, RunDir},
-    words,
 };
 
 /// How often what the guest wrote is taken over while it lives.
 const DRAIN: Duration = Duration::from_secs(5);
+/// The least time between two words about a disk without room: QEMU tells of each write.
+const SHORT_AGAIN: Duration = Duration::from_secs(15);
 /// Pause before a lost monitor or event stream is asked for again.
 const AGAIN: Duration = Duration::from_millis(250);
 /// The longest pause.
@@ -279,6 +280,7 @@ impl Watcher {
         tokio::pin!(ended);
         let mut drain_at = Instant::now() + DRAIN;
         let mut asking = true;
+        let mut short_at: Option<Instant> = None;
         loop {
             self.connect().await;
             let pause = if self.monitor.is_none() { Instant::now() + AGAIN } else { drain_at };
@@ -292,7 +294,9 @@ impl Watcher {
             match woken {
                 Woken::ProcessEnded(status) => return self.process_ended(status).await,
                 Woken::News(Ok(News::Ended(end))) => self.guest_ended(end).await,
+                Woken::News(Ok(News::DiskFull)) if short_at.is_some_and(|at| at.elapsed() < SHORT_AGAIN) => {}
                 Woken::News(Ok(News::DiskFull)) => {
+                    short_at = Some(Instant::now());
                     let _nobody = self.shortages.send(self.vm.record.sandbox.clone()).is_err();
                 }
                 Woken::News(Err(_)) => self.monitor = None,

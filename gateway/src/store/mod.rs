@@ -7,12 +7,11 @@
 mod exposed;
 mod leases;
 mod lock;
-mod policy;
 mod recent;
 pub mod rescue;
-mod resize;
 mod sandboxes;
 mod schema;
+mod spec;
 mod watch;
 
 use std::{

@@ -461,6 +461,13 @@ pub(super) fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<Str
     }
 }
 
+/// What a request came to that was made before; none when it wasn't.
+pub(super) fn repeated(conn: &Connection, key: Option<&RequestKey>) -> Result<Option<Applied>, StoreError> {
+    let id = key.map(|key| replayed(conn, key)).transpose()?.flatten();
+    let record = id.map(|id| load(conn, &id)).transpose()?;
+    Ok(record.map(|record| Applied { record: Arc::new(record), changed: false, gone: false, replayed: true }))
+}
+
 pub(super) fn remember(conn: &Connection, key: &RequestKey, id: &SandboxId) -> Result<(), StoreError> {
     let at = now();
     conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5)")?.execute((
@@ -514,11 +521,8 @@ impl Store {
         request: Option<RequestKey>,
     ) -> Result<Applied, StoreError> {
         self.write_if_possible(move |conn, changes| {
-            if let Some(request) = &request
-                && let Some(id) = replayed(conn, request)?
-            {
-                let record = Arc::new(load(conn, &id)?);
-                return Ok(Applied { record, changed: false, gone: false, replayed: true });
+            if let Some(before) = repeated(conn, request.as_ref())? {
+                return Ok(before);
             }
             let record = load(conn, &key)?;
             expect(&record, expected)?;

@@ -30,8 +30,6 @@ pub(crate) const PROGRAM: &str = "torpor-vmm";
 pub(crate) const MOST_CPUS: u32 = torpor_vmm_api::MOST_CPUS as u32;
 /// Where the agent listens on vsock (agent/src/serve.rs).
 const AGENT_PORT: u32 = 1024;
-/// Guest memory is a multiple of this, bytes.
-const MEMORY_STEP: u64 = 2 << 20;
 /// panic=-1 and reboot=t: a panic and a reboot end the machine at once. The rest is what a kernel does not have to find out on
 /// this machine: there is no keyboard, and the console is for what goes wrong.
 const COMMAND_LINE: &str = "console=ttyS0 quiet reboot=t panic=-1 cryptomgr.notests i8042.noaux i8042.nokbd";
@@ -112,7 +110,7 @@ fn config(launch: &Launch<'_>, control: &OwnedFd, vsock: &OwnedFd) -> Result<Con
     };
     Ok(Config {
         cpus: u8::try_from(launch.cpus).map_err(|_| invalid("resources.cpus", launch.cpus.into()))?,
-        memory_bytes: launch.memory_bytes.next_multiple_of(MEMORY_STEP),
+        memory_bytes: launch.memory_bytes.next_multiple_of(torpor_vmm_api::validate::MEMORY_STEP),
         huge_pages: HugePages::Default,
         kernel: path(launch.kernel),
         initramfs: Some(path(launch.initramfs)),

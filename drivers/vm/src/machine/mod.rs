@@ -151,7 +151,7 @@ pub(crate) struct Machines {
 }
 
 impl Machines {
-    /// The machines that there are. "auto" is torpor-vmm where KVM runs a stock kernel, and QEMU in software emulation elsewhere.
+    /// The machines that there are. "auto" is torpor-vmm where it is installed and KVM runs a stock kernel, and QEMU elsewhere.
     pub(crate) fn open(config: &VmConfig, probe: &Probe) -> Result<Self, ConfigError> {
         let qemu: Arc<dyn Machine> = Arc::new(qemu::Qemu::new(&config.qemu, probe));
         let kvm = match (&config.vmm, probe.usable) {

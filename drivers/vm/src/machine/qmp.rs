@@ -57,7 +57,7 @@ impl Qmp {
 
     fn note(&mut self, line: &Line) {
         self.end = self.end.or(end_of_event(line));
-        self.full |= line.event.as_deref() == Some("BLOCK_IO_ERROR") && line.data["nospace"] == true;
+        self.full |= line.event.as_deref() == Some("BLOCK_IO_ERROR") && is_for_room(&line.data);
     }
 
     /// One command and its answer; events in between are kept.
@@ -94,6 +94,13 @@ fn end_of_status(status: &str) -> Option<GuestEnd> {
         "internal-error" | "io-error" => Some(GuestEnd::Crash),
         _ => None,
     }
+}
+
+/// Whether an error was for lack of room. QEMU has a word for that, `nospace`, where errors are told in the device's status,
+/// which takes a policy that stops the guest; with ours there is only the system's text.
+fn is_for_room(data: &Value) -> bool {
+    data["nospace"] == true
+        || matches!(data["reason"].as_str(), Some("No space left on device" | "Disk quota exceeded"))
 }
 
 fn end_of_event(line: &Line) -> Option<GuestEnd> {
@@ -241,6 +248,13 @@ mod tests {
         let events = "{\"event\": \"BLOCK_IO_ERROR\", \"data\": {\"nospace\": false, \"reason\": \"x\"}}\n\
                       {\"event\": \"BLOCK_IO_ERROR\", \"data\": {\"nospace\": true, \"reason\": \"full\"}}\n\
                       {\"event\": \"SHUTDOWN\", \"data\": {\"reason\": \"guest-reset\"}}\n";
+        for (data, full) in [
+            (json!({ "reason": "No space left on device" }), true),
+            (json!({ "reason": "Disk quota exceeded", "nospace": false }), true),
+            (json!({ "reason": "Input/output error" }), false),
+        ] {
+            assert_eq!(is_for_room(&data), full, "{data}");
+        }
         let status = format!("{{\"return\": {{\"status\": \"running\"}}}}\n{events}");
         let status: &'static str = status.leak();
         let (_folder, qmp) = scripted(vec!["{\"return\": {}}\n", status]).await;

@@ -5,8 +5,8 @@
 //! (F_DEFLATE_ON_OOM). In both cases the host forgets what was in the pages: touched again, they read as zeros.
 
 use std::io;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};

@@ -1,10 +1,16 @@
-//! What a guest says is shown to people and stands in answers and logs: it is cut and cleaned before it gets anywhere.
+//! What a guest or an engine says is shown to people and stands in answers and logs: it is cut and cleaned before it gets
+//! anywhere.
 
 /// The longest text that is taken from a guest, characters.
 const LONGEST: usize = 300;
 
 /// A text of the agent's, of bounded length and without anything that a terminal would act on.
-pub(crate) fn said(text: &str) -> String {
+pub fn said(text: &str) -> String {
+    said_within(text, LONGEST)
+}
+
+/// The same of somebody's who may say more: at most `longest` characters.
+pub fn said_within(text: &str, longest: usize) -> String {
     let clean = |letter: char| match letter {
         '\t' | '\n' | '\r' => ' ',
         // The last ranges turn the direction of writing.
@@ -12,11 +18,11 @@ pub(crate) fn said(text: &str) -> String {
         '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => '\u{fffd}',
         _ => letter,
     };
-    text.chars().take(LONGEST).map(clean).collect()
+    text.chars().take(longest).map(clean).collect()
 }
 
 /// The name of a boot, which is a UUID; none when it is anything else.
-pub(crate) fn boot_id(text: &str) -> Option<&str> {
+pub fn boot_id(text: &str) -> Option<&str> {
     let fits = |(place, byte): (usize, u8)| match place {
         8 | 13 | 18 | 23 => byte == b'-',
         _ => byte.is_ascii_hexdigit(),
