@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 use rusqlite::{Connection, OptionalExtension as _, Row};
 use torpor_sandbox::{Phase, SandboxId};
 
-use super::{Store, StoreError, from_millis, now, sandboxes::load};
+use super::{Record, Store, StoreError, from_millis, now, sandboxes::load};
 
 /// Ports of one sandbox; each takes a socket of the host, asleep or awake.
 const MOST: u64 = 64;
@@ -50,6 +50,39 @@ fn one(conn: &Connection, id: &SandboxId, port: u16) -> Result<Option<Exposed>, 
     Ok(conn.prepare_cached(&sql)?.query_row((id.as_str(), port), row).optional()?)
 }
 
+/// A port that is to be exposed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewExposed {
+    /// The sandbox's port.
+    pub port: u16,
+    /// Where the host listens.
+    pub host: SocketAddr,
+    /// A connection resumes the sandbox.
+    pub wake: bool,
+}
+
+/// Writes that a port is exposed, in place of how it was before.
+pub(super) fn insert(conn: &Connection, record: &Record, new: &NewExposed) -> Result<(), StoreError> {
+    let (id, &NewExposed { port, host, wake }) = (&record.id, new);
+    let holder = format!("{SELECT} WHERE e.host = ?1");
+    let holder = conn.prepare_cached(&holder)?.query_row([host.to_string()], row).optional()?;
+    if let Some(other) = holder.filter(|other| (&other.sandbox, other.port) != (id, port)) {
+        return Err(StoreError::HostTaken { host, name: other.name, port: other.port });
+    }
+    let count: u64 = conn
+        .prepare_cached("SELECT count(*) FROM exposed WHERE sandbox_id = ?1 AND port != ?2")?
+        .query_row((id.as_str(), port), |row| row.get(0))?;
+    if count >= MOST {
+        return Err(StoreError::TooManyPorts { name: record.name.clone(), most: MOST });
+    }
+    conn.prepare_cached(
+        "INSERT INTO exposed VALUES (?1, ?2, ?3, ?4, ?5)
+         ON CONFLICT (sandbox_id, port) DO UPDATE SET host = ?3, wake = ?4",
+    )?
+    .execute((id.as_str(), port, host.to_string(), wake, now()))?;
+    Ok(())
+}
+
 impl Store {
     /// Writes that a port is exposed, in place of how it was before.
     ///
@@ -68,22 +101,7 @@ impl Store {
             if record.state.phase == Phase::Deleting {
                 return Err(StoreError::Deleting(record.name));
             }
-            let holder = format!("{SELECT} WHERE e.host = ?1");
-            let holder = conn.prepare_cached(&holder)?.query_row([host.to_string()], row).optional()?;
-            if let Some(other) = holder.filter(|other| (&other.sandbox, other.port) != (&id, port)) {
-                return Err(StoreError::HostTaken { host, name: other.name, port: other.port });
-            }
-            let count: u64 = conn
-                .prepare_cached("SELECT count(*) FROM exposed WHERE sandbox_id = ?1 AND port != ?2")?
-                .query_row((id.as_str(), port), |row| row.get(0))?;
-            if count >= MOST {
-                return Err(StoreError::TooManyPorts { name: record.name, most: MOST });
-            }
-            conn.prepare_cached(
-                "INSERT INTO exposed VALUES (?1, ?2, ?3, ?4, ?5)
-                 ON CONFLICT (sandbox_id, port) DO UPDATE SET host = ?3, wake = ?4",
-            )?
-            .execute((id.as_str(), port, host.to_string(), wake, now()))?;
+            insert(conn, &record, &NewExposed { port, host, wake })?;
             one(conn, &id, port)?.ok_or_else(|| StoreError::NotFound(id.to_string()))
         })
         .await

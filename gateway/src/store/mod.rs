@@ -5,14 +5,20 @@
 //! connections of their own and never wait for a writer.
 
 mod exposed;
+mod foreign;
 mod leases;
 mod lock;
 mod recent;
+mod requests;
 pub mod rescue;
 mod sandboxes;
 mod schema;
 mod spec;
+mod templates;
+mod update;
+mod tokens;
 mod watch;
+mod workspaces;
 
 use std::{
     os::unix::fs::PermissionsExt as _,
@@ -34,11 +40,16 @@ use torpor_sandbox::{
     failpoint::{Injected, hit},
 };
 
-pub use exposed::Exposed;
+pub use exposed::{Exposed, NewExposed};
+pub use foreign::{Foreign, Kind, Listing, NewObject, Object, Problem, Rest};
 pub use leases::PoolLimits;
 pub use lock::StateLock;
-pub use sandboxes::{Applied, NewSandbox, RequestKey, Selector, Transition, page_token};
+pub use requests::RequestKey;
+pub use sandboxes::{Applied, NewSandbox, Page, Scope, Selector, Transition, page_token};
+pub use tokens::{Rights, Token};
+pub use templates::{Template, TemplateKey, template_token};
 pub use watch::{Change, Cursor, Missed, Since, Wanted};
+pub use workspaces::{Member, Role, Workspace};
 
 use crate::byid::ById;
 
@@ -61,12 +72,14 @@ const RESERVE_CHECK: Duration = Duration::from_secs(60);
 pub struct Record {
     /// For ever.
     pub id: SandboxId,
-    /// Unique among those that live.
+    /// Unique among those that live: with its workspace ("team/box") outside the default one, as it can be typed.
     pub name: String,
     /// Grows with every change; compare-and-swap is on it.
     pub version: u64,
     /// The user's.
     pub labels: std::collections::BTreeMap<String, String>,
+    /// The user's.
+    pub annotations: std::collections::BTreeMap<String, String>,
     /// What was asked for.
     pub spec: torpor_sandbox::SandboxSpec,
     /// Where it is.
@@ -129,6 +142,47 @@ pub enum StoreError {
         name: String,
         /// How many are possible.
         most: u64,
+    },
+    /// No such workspace.
+    #[error("no workspace '{0}'")]
+    NoWorkspace(String),
+    /// The name is in use.
+    #[error("a workspace named '{0}' exists already")]
+    WorkspaceTaken(String),
+    /// It isn't empty.
+    #[error("workspace '{name}' has {sandboxes} sandboxes; delete them first")]
+    WorkspaceInUse {
+        /// Its name.
+        name: String,
+        /// How many.
+        sandboxes: u64,
+    },
+    /// A bound of the gateway.
+    #[error("there are {most} {what} already, which is the most")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// How many are possible.
+        most: u64,
+    },
+    /// Of what is kept for clients of another interface.
+    #[error(transparent)]
+    Foreign(#[from] foreign::Problem),
+    /// No such template.
+    #[error("no template '{0}'")]
+    NoTemplate(String),
+    /// The name is in use.
+    #[error("a template named '{0}' exists already")]
+    TemplateTaken(String),
+    /// The caller's version is not the present one.
+    #[error("version {expected} of template '{name}' is stale: it is at version {found}")]
+    StaleTemplate {
+        /// Its name.
+        name: String,
+        /// The caller's.
+        expected: u64,
+        /// The present one.
+        found: u64,
     },
     /// A request id that was used for something else.
     #[error("request id '{0}' was used for another request")]

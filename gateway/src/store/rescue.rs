@@ -12,7 +12,7 @@ use rusqlite::{Connection, OpenFlags};
 use torpor_netpool::Loan;
 use torpor_sandbox::{Phase, Run, SandboxId, State};
 
-use super::{BUSY, NewSandbox, StoreError, check, connect, leases, now, sandboxes, schema};
+use super::{BUSY, NewSandbox, StoreError, check, connect, leases, now, sandboxes, schema, workspaces};
 
 /// The database below a state directory.
 const FILE: &str = "torpor.db";
@@ -192,6 +192,7 @@ fn fill(path: &Path, found: Vec<Found>) -> Result<(), StoreError> {
     schema::set_meta(&conn, "gateway_id", &gateway_id())?;
     for one in found {
         let id = one.new.id.clone();
+        workspaces::ensure(&conn, &one.new.spec.workspace)?;
         let record = sandboxes::insert(&conn, one.new)?;
         if let Some(loan) = &one.loan {
             leases::insert(&conn, loan)?;

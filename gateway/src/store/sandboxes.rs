@@ -1,6 +1,11 @@
 //! Rows of sandboxes: made, read, swapped; with their history and the request ids of their callers.
 
-use std::{collections::BTreeMap, str::FromStr, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    str::FromStr,
+    sync::Arc,
+    time::Duration,
+};
 
 use rusqlite::{Connection, OptionalExtension as _, Row};
 use torpor_sandbox::{
@@ -9,37 +14,32 @@ use torpor_sandbox::{
     lifecycle::{Next, next},
 };
 
-use super::{Change, Record, Store, StoreError, Wanted, from_millis, leases, now, watch};
+use super::{
+    Change, Record, Store, StoreError, Wanted,
+    exposed::{self, NewExposed},
+    from_millis, leases, now,
+    requests::{RequestKey, remember, repeated, replayed},
+    watch, workspaces,
+};
 
 /// Rows that a listing reads at once.
 const BATCH: usize = 1000;
 /// Phase changes that are kept of one sandbox.
 const HISTORY: i64 = 500;
-/// How long a request id is remembered, milliseconds.
-const REQUESTS_MS: i64 = 24 * 3600 * 1000;
 
 /// What a create writes.
 #[derive(Clone, Debug)]
 pub struct NewSandbox {
     /// For ever.
     pub id: SandboxId,
-    /// Unique.
+    /// Unique: qualified by its workspace.
     pub name: String,
     /// The user's.
     pub labels: BTreeMap<String, String>,
+    /// The user's.
+    pub annotations: BTreeMap<String, String>,
     /// What was asked for.
     pub spec: SandboxSpec,
-}
-
-/// A caller's own id of its request: a retry with it returns the first result.
-#[derive(Clone, Debug)]
-pub struct RequestKey {
-    /// The id.
-    pub id: String,
-    /// The verb: an id is good for one.
-    pub verb: &'static str,
-    /// Stands for everything that was asked for: an id is good for one request.
-    pub fingerprint: String,
 }
 
 /// What came of an event.
@@ -87,7 +87,37 @@ pub struct Page<T> {
 
 /// A label selector: "team=blue,stage!=prod,gpu,!old".
 #[derive(Clone, Debug, Default)]
-pub struct Selector(Vec<Term>);
+pub struct Selector {
+    terms: Vec<Term>,
+    scope: Scope,
+}
+
+/// The workspaces that somebody may look into.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// Every one.
+    #[default]
+    All,
+    /// These.
+    In(BTreeSet<String>),
+}
+
+impl Scope {
+    /// Whether this workspace is one of them.
+    pub fn has(&self, workspace: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::In(these) => these.contains(workspace),
+        }
+    }
+
+    fn single(&self) -> Option<&str> {
+        match self {
+            Self::In(these) if these.len() == 1 => these.first().map(String::as_str),
+            _ => None,
+        }
+    }
+}
 
 #[derive(Clone, Debug)]
 enum Term {
@@ -123,14 +153,20 @@ impl FromStr for Selector {
             };
             fits.then_some(parsed).ok_or_else(wrong)
         });
-        terms.collect::<Result<_, _>>().map(Self)
+        Ok(Self { terms: terms.collect::<Result<_, _>>()?, scope: Scope::All })
     }
 }
 
 impl Selector {
+    /// The same, of these workspaces only.
+    #[must_use]
+    pub fn within(self, scope: Scope) -> Self {
+        Self { scope, ..self }
+    }
+
     /// A label that every chosen row has, if there is one.
     fn narrow(&self) -> Option<(&str, &str)> {
-        self.0.iter().find_map(|term| match term {
+        self.terms.iter().find_map(|term| match term {
             Term::Is(key, value) => Some((key.as_str(), value.as_str())),
             _ => None,
         })
@@ -138,12 +174,23 @@ impl Selector {
 
     /// Whether few rows are read that are not chosen.
     fn narrows(&self) -> bool {
-        self.0.is_empty() || self.narrow().is_some()
+        self.narrow().is_some()
+            || (self.terms.is_empty() && (self.scope == Scope::All || self.scope.single().is_some()))
+    }
+
+    /// Whether this sandbox is chosen.
+    pub fn chooses(&self, record: &Record) -> bool {
+        self.scope.has(&record.spec.workspace) && self.matches(&record.labels)
+    }
+
+    /// Whether something of this workspace may be chosen.
+    pub fn reaches(&self, workspace: &str) -> bool {
+        self.scope.has(workspace)
     }
 
     /// Whether these labels are chosen.
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
-        self.0.iter().all(|term| match term {
+        self.terms.iter().all(|term| match term {
             Term::Is(key, value) => labels.get(key) == Some(value),
             Term::IsNot(key, value) => labels.get(key) != Some(value),
             Term::Has(key) => labels.contains_key(key),
@@ -152,10 +199,11 @@ impl Selector {
     }
 }
 
-const COLUMNS: &str = "id, seq, name, version, state, spec, labels, created_ms, since_ms, change";
+const COLUMNS: &str =
+    "id, seq, name, version, state, spec, labels, created_ms, since_ms, change, annotations";
 
 /// Rows are read as text first, so that one that can't be read is named.
-fn raw(row: &Row<'_>) -> rusqlite::Result<(Record, [String; 3])> {
+fn raw(row: &Row<'_>) -> rusqlite::Result<(Record, [String; 4])> {
     let id: String = row.get(0)?;
     let parsed = id.parse::<SandboxId>().map_err(|e| {
         rusqlite::Error::FromSqlConversionFailure(0, rusqlite::types::Type::Text, Box::new(e))
@@ -166,13 +214,14 @@ fn raw(row: &Row<'_>) -> rusqlite::Result<(Record, [String; 3])> {
         name: row.get(2)?,
         version: row.get(3)?,
         labels: BTreeMap::new(),
+        annotations: BTreeMap::new(),
         spec: empty_spec(),
         state: State::new(),
         created: from_millis(row.get(7)?),
         since: from_millis(row.get(8)?),
         change: row.get(9)?,
     };
-    Ok((record, [row.get(4)?, row.get(5)?, row.get(6)?]))
+    Ok((record, [row.get(4)?, row.get(5)?, row.get(6)?, row.get(10)?]))
 }
 
 pub(super) fn empty_spec() -> SandboxSpec {
@@ -191,11 +240,15 @@ pub(super) fn empty_spec() -> SandboxSpec {
         machine: String::new(),
         kernel: None,
         egress: None,
+        workspace: "default".to_owned(),
         volumes: Vec::new(),
+        endpoints: Vec::new(),
     }
 }
 
-fn finish((mut record, [state, spec, labels]): (Record, [String; 3])) -> Result<Record, StoreError> {
+fn finish(
+    (mut record, [state, spec, labels, annotations]): (Record, [String; 4]),
+) -> Result<Record, StoreError> {
     let wrong = |what| {
         let id = record.id.to_string();
         move |source| StoreError::Row { id, what, source }
@@ -203,6 +256,7 @@ fn finish((mut record, [state, spec, labels]): (Record, [String; 3])) -> Result<
     let state = serde_json::from_str(&state).map_err(wrong("state"))?;
     let spec = serde_json::from_str(&spec).map_err(wrong("spec"))?;
     let labels = serde_json::from_str(&labels).map_err(wrong("labels"))?;
+    record.annotations = serde_json::from_str(&annotations).map_err(wrong("annotations"))?;
     (record.state, record.spec, record.labels) = (state, spec, labels);
     Ok(record)
 }
@@ -286,7 +340,14 @@ fn batch_of(
              ORDER BY seq",
             (key, value, after, size),
         ),
-        None => select_readable(conn, "WHERE seq > ?1 ORDER BY seq LIMIT ?2", (after, size)),
+        None => match selector.scope.single() {
+            Some(workspace) => select_readable(
+                conn,
+                "WHERE workspace = ?1 AND seq > ?2 ORDER BY seq LIMIT ?3",
+                (workspace, after, size),
+            ),
+            None => select_readable(conn, "WHERE seq > ?1 ORDER BY seq LIMIT ?2", (after, size)),
+        },
     }
 }
 
@@ -299,6 +360,7 @@ pub(super) fn json(
 }
 
 pub(super) fn insert(conn: &Connection, new: NewSandbox) -> Result<Record, StoreError> {
+    workspaces::expect(conn, &new.spec.workspace)?;
     let taken = conn.prepare_cached("SELECT 1 FROM sandboxes WHERE name = ?1")?.exists([&new.name])?;
     if taken {
         return Err(StoreError::NameTaken(new.name));
@@ -310,13 +372,14 @@ pub(super) fn insert(conn: &Connection, new: NewSandbox) -> Result<Record, Store
         name: new.name,
         version: 1,
         labels: new.labels,
+        annotations: new.annotations,
         spec: new.spec,
         state: State::new(),
         created: from_millis(at),
         since: from_millis(at),
         change,
     };
-    let sql = "INSERT INTO sandboxes VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)";
+    let sql = "INSERT INTO sandboxes VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
     conn.prepare_cached(sql)?.execute((
         record.id.as_str(),
         record.seq,
@@ -330,6 +393,7 @@ pub(super) fn insert(conn: &Connection, new: NewSandbox) -> Result<Record, Store
         at,
         at,
         change,
+        json(&record.id, "annotations", &record.annotations)?,
     ))?;
     note(conn, &record, None, Some(Phase::Provisioning), "create requested", 0)?;
     Ok(record)
@@ -448,50 +512,15 @@ fn apply(
     Ok(Applied { record, changed: true, gone, replayed: false })
 }
 
-/// The sandbox that this request id was used for before.
-pub(super) fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, StoreError> {
-    let found: Option<(String, String, String)> = conn
-        .prepare_cached("SELECT verb, fingerprint, sandbox_id FROM requests WHERE request_id = ?1")?
-        .query_row([&key.id], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
-        .optional()?;
-    match found {
-        Some((verb, fingerprint, id)) if verb == key.verb && fingerprint == key.fingerprint => Ok(Some(id)),
-        Some(_) => Err(StoreError::RequestReused(clip(&key.id))),
-        None => Ok(None),
-    }
-}
-
-/// What a request came to that was made before; none when it wasn't.
-pub(super) fn repeated(conn: &Connection, key: Option<&RequestKey>) -> Result<Option<Applied>, StoreError> {
-    let id = key.map(|key| replayed(conn, key)).transpose()?.flatten();
-    let record = id.map(|id| load(conn, &id)).transpose()?;
-    Ok(record.map(|record| Applied { record: Arc::new(record), changed: false, gone: false, replayed: true }))
-}
-
-pub(super) fn remember(conn: &Connection, key: &RequestKey, id: &SandboxId) -> Result<(), StoreError> {
-    let at = now();
-    conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5)")?.execute((
-        &key.id,
-        key.verb,
-        &key.fingerprint,
-        id.as_str(),
-        at,
-    ))?;
-    conn.prepare_cached(
-        "DELETE FROM requests WHERE request_id IN (SELECT request_id FROM requests WHERE at_ms < ?1 LIMIT 8)",
-    )?
-    .execute([at - REQUESTS_MS])?;
-    Ok(())
-}
-
 impl Store {
-    /// Writes a new sandbox. A retry with the same request id returns the first one's record.
+    /// Writes a new sandbox with its exposed ports. A retry with the same request id returns the first one's record.
     ///
     /// # Errors
-    /// `NameTaken`, `RequestReused`, `NotFound` (the first one was deleted meanwhile), or the database's.
+    /// `NameTaken`, `HostTaken`, `TooManyPorts`, `RequestReused`, `NotFound` (the first one was deleted meanwhile), or the database's.
     pub async fn create(
         &self,
         new: NewSandbox,
+        ports: Vec<NewExposed>,
         request: Option<RequestKey>,
     ) -> Result<Arc<Record>, StoreError> {
         self.write_if_possible(move |conn, changes| {
@@ -499,9 +528,10 @@ impl Store {
                 if let Some(id) = replayed(conn, key)? {
                     return load(conn, &id).map(Arc::new);
                 }
-                remember(conn, key, &new.id)?;
+                remember(conn, key, new.id.as_str())?;
             }
             let record = Arc::new(insert(conn, new)?);
+            ports.iter().try_for_each(|port| exposed::insert(conn, &record, port))?;
             changes.push(Change { number: record.change, record: record.clone(), gone: false });
             Ok(record)
         })
@@ -527,7 +557,7 @@ impl Store {
             let record = load(conn, &key)?;
             expect(&record, expected)?;
             if let Some(request) = &request {
-                remember(conn, request, &record.id)?;
+                remember(conn, request, record.id.as_str())?;
             }
             apply(conn, changes, record, &event, &why, String::new())
         })
@@ -581,14 +611,6 @@ impl Store {
         self.read(move |conn| load(conn, &key)).await
     }
 
-    /// The id that a request id was used for, if it was used for this verb.
-    ///
-    /// # Errors
-    /// `RequestReused`, or the database's.
-    pub async fn replayed(self: &Arc<Self>, key: RequestKey) -> Result<Option<String>, StoreError> {
-        self.read(move |conn| replayed(conn, &key)).await
-    }
-
     /// Sandboxes in the order of their creation.
     ///
     /// # Errors
@@ -613,7 +635,7 @@ impl Store {
                         return Ok(Page { rows, next: Some(page_token(after)) });
                     }
                     after = row.seq;
-                    rows.extend(row.record.filter(|record| selector.matches(&record.labels)));
+                    rows.extend(row.record.filter(|record| selector.chooses(record)));
                 }
                 if last {
                     return Ok(Page { rows, next: None });
@@ -747,7 +769,7 @@ pub fn page_token(seq: u64) -> String {
     format!("p1.{seq}")
 }
 
-fn parse_token(token: &str) -> Result<u64, StoreError> {
+pub(super) fn parse_token(token: &str) -> Result<u64, StoreError> {
     // SQLite's numbers have a sign.
     let number =
         token.strip_prefix("p1.").and_then(|n| n.parse::<i64>().ok()).and_then(|n| u64::try_from(n).ok());

@@ -116,6 +116,102 @@ CREATE TABLE exposed (
     PRIMARY KEY (sandbox_id, port)
 ) STRICT, WITHOUT ROWID;
 ",
+    r"
+-- Workspaces. Outside the default one the column `name` of a sandbox is workspace/name, so that it stays unique.
+ALTER TABLE sandboxes ADD COLUMN annotations TEXT NOT NULL DEFAULT '{}';
+ALTER TABLE sandboxes ADD COLUMN workspace TEXT
+    GENERATED ALWAYS AS (coalesce(json_extract(spec, '$.workspace'), 'default')) VIRTUAL;
+CREATE INDEX sandboxes_workspace ON sandboxes (workspace, seq);
+
+CREATE TABLE workspaces (
+    name        TEXT PRIMARY KEY,
+    seq         INTEGER NOT NULL UNIQUE,
+    version     INTEGER NOT NULL,
+    labels      TEXT NOT NULL,
+    created_ms  INTEGER NOT NULL
+) STRICT;
+INSERT INTO workspaces VALUES ('default', 0, 1, '{}', CAST(unixepoch('subsec') * 1000 AS INTEGER));
+
+CREATE TABLE members (
+    workspace   TEXT NOT NULL REFERENCES workspaces (name) ON DELETE CASCADE,
+    subject     TEXT NOT NULL,
+    role        TEXT NOT NULL,
+    created_ms  INTEGER NOT NULL,
+    PRIMARY KEY (workspace, subject)
+) STRICT, WITHOUT ROWID;
+
+-- Only a token's hash is kept. One without a workspace is good for the whole gateway, one with a sandbox for it alone.
+CREATE TABLE tokens (
+    id          TEXT PRIMARY KEY,
+    name        TEXT NOT NULL,
+    hash        TEXT NOT NULL,
+    role        TEXT NOT NULL,
+    workspace   TEXT REFERENCES workspaces (name) ON DELETE CASCADE,
+    sandbox_id  TEXT REFERENCES sandboxes (id) ON DELETE CASCADE,
+    created_by  TEXT NOT NULL,
+    created_ms  INTEGER NOT NULL,
+    expires_ms  INTEGER
+) STRICT;
+",
+    r"
+-- What clients of openshell.v1 want kept and nothing here understands. A service belongs to a sandbox, a provider to none.
+CREATE TABLE foreign_objects (
+    id          TEXT PRIMARY KEY,
+    kind        TEXT NOT NULL,
+    workspace   TEXT NOT NULL REFERENCES workspaces (name) ON DELETE CASCADE,
+    sandbox_id  TEXT REFERENCES sandboxes (id) ON DELETE CASCADE,
+    name        TEXT NOT NULL,
+    version     INTEGER NOT NULL,
+    labels      TEXT NOT NULL,
+    body        BLOB NOT NULL,
+    created_ms  INTEGER NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX foreign_objects_name ON foreign_objects (kind, workspace, coalesce(sandbox_id, ''), name);
+CREATE INDEX foreign_objects_sandbox ON foreign_objects (sandbox_id);
+
+CREATE TABLE foreign_attached (
+    sandbox_id  TEXT NOT NULL REFERENCES sandboxes (id) ON DELETE CASCADE,
+    object_id   TEXT NOT NULL REFERENCES foreign_objects (id) ON DELETE RESTRICT,
+    at_ms       INTEGER NOT NULL,
+    PRIMARY KEY (sandbox_id, object_id)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX foreign_attached_object ON foreign_attached (object_id);
+
+CREATE TABLE foreign_sandboxes (
+    sandbox_id  TEXT PRIMARY KEY REFERENCES sandboxes (id) ON DELETE CASCADE,
+    spec        BLOB NOT NULL,
+    origin      BLOB NOT NULL
+) STRICT;
+
+-- Without a sandbox: the gateway's own.
+CREATE TABLE foreign_configs (
+    sandbox_id  TEXT UNIQUE REFERENCES sandboxes (id) ON DELETE CASCADE,
+    version     INTEGER NOT NULL,
+    body        BLOB NOT NULL
+) STRICT;
+
+CREATE TABLE foreign_answers (
+    request_id  TEXT PRIMARY KEY,
+    verb        TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
+    answer      BLOB NOT NULL,
+    at_ms       INTEGER NOT NULL
+) STRICT;
+CREATE INDEX foreign_answers_at ON foreign_answers (at_ms);
+",
+    r"
+CREATE TABLE templates (
+    workspace   TEXT NOT NULL REFERENCES workspaces (name) ON DELETE CASCADE,
+    name        TEXT NOT NULL,
+    version     INTEGER NOT NULL,
+    labels      TEXT NOT NULL,
+    annotations TEXT NOT NULL,
+    spec        TEXT NOT NULL,
+    created_ms  INTEGER NOT NULL,
+    changed_ms  INTEGER NOT NULL,
+    PRIMARY KEY (workspace, name)
+) STRICT, WITHOUT ROWID;
+",
 ];
 
 /// How many migrations a database has seen.

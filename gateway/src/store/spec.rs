@@ -7,7 +7,8 @@ use torpor_sandbox::{Egress, Phase, SandboxId, SandboxSpec};
 
 use super::{
     Applied, Change, Record, RequestKey, Store, StoreError,
-    sandboxes::{expect, json, load, remember, repeated, swap},
+    requests::{remember, repeated},
+    sandboxes::{expect, json, load, swap},
 };
 
 impl Store {
@@ -25,7 +26,7 @@ impl Store {
         self.write(move |conn, changes| {
             let record = load(conn, id.as_str())?;
             if let Some(request) = &request {
-                remember(conn, request, &id)?;
+                remember(conn, request, id.as_str())?;
             }
             change(conn, changes, record, |spec| spec.resources.disk_bytes = disk_bytes)
         })
@@ -53,7 +54,7 @@ impl Store {
                 return Err(StoreError::Deleting(record.name));
             }
             if let Some(request) = &request {
-                remember(conn, request, &record.id)?;
+                remember(conn, request, record.id.as_str())?;
             }
             change(conn, changes, record, |spec| spec.egress = egress)
         })

@@ -77,7 +77,7 @@ impl Wanted {
     pub fn has(&self, record: &Record) -> bool {
         match self {
             Self::Id(id) => id == record.id.as_str(),
-            Self::Labels(selector) => selector.matches(&record.labels),
+            Self::Labels(selector) => selector.chooses(record),
         }
     }
 }
@@ -150,12 +150,14 @@ impl Store {
             let rows = sandboxes::changed_after(&snapshot, &wanted, after, PIECE)?;
             let more = rows.len() == PIECE;
             let until = rows.last().map(|row| row.change).filter(|_| more).unwrap_or(last);
-            let deleted = snapshot
+            let mut deleted: Vec<(String, String, u64)> = snapshot
                 .prepare_cached(
                     "SELECT id, name, change FROM tombstones WHERE change > ?1 AND change <= ?2 ORDER BY change",
                 )?
                 .query_map([after.max(heard), until], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?
                 .collect::<Result<_, _>>()?;
+            // Of one whose labels were changed, only those hear who want it no longer.
+            deleted.retain(|(id, _, _)| !sandboxes::load(&snapshot, id).is_ok_and(|there| wanted.has(&there)));
             let changed = rows.into_iter().filter_map(|row| row.record).collect();
             let next = match since {
                 _ if !more => None,

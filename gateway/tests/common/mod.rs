@@ -92,6 +92,10 @@ impl World {
         self.config.socket().unwrap()
     }
 
+    pub async fn channel(&self) -> Channel {
+        channel(self.socket()).await
+    }
+
     pub async fn sandboxes(&self) -> SandboxesClient<Channel> {
         SandboxesClient::new(channel(self.socket()).await)
     }

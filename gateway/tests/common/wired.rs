@@ -85,6 +85,7 @@ impl agent_server::Agent for Agent {
     type ExecStream = ReceiverStream<Result<agent::ExecOutput, Status>>;
     type EventsStream = ReceiverStream<Result<agent::Event, Status>>;
     type ForwardStream = ReceiverStream<Result<agent::ForwardOutput, Status>>;
+    type DownloadStream = ReceiverStream<Result<agent::DownloadOutput, Status>>;
 
     async fn configure(
         &self,
@@ -98,13 +99,69 @@ impl agent_server::Agent for Agent {
     ) -> Result<Response<agent::StatusResponse>, Status> {
         absent()
     }
+    /// `cat` gives its input back, every other command its arguments.
     async fn exec(
         &self,
-        _: Request<Streaming<agent::ExecInput>>,
+        request: Request<Streaming<agent::ExecInput>>,
     ) -> Result<Response<Self::ExecStream>, Status> {
-        absent()
+        use agent::{exec_input::Kind as In, exec_output::Kind as Out};
+        let mut inputs = request.into_inner();
+        let Some(In::Start(start)) = inputs.message().await?.and_then(|m| m.kind) else {
+            return absent();
+        };
+        let (sink, outputs) = mpsc::channel(4);
+        tokio::spawn(async move {
+            let say = |kind| sink.send(Ok(agent::ExecOutput { kind: Some(kind) }));
+            let _ = say(Out::Started(agent::ExecStarted { pid: 1 })).await;
+            if start.argv[0] == "cat" {
+                while let Ok(Some(agent::ExecInput { kind: Some(In::Stdin(data)) })) = inputs.message().await
+                {
+                    let _ = say(Out::Stdout(data)).await;
+                }
+            } else {
+                let _ = say(Out::Stdout(start.argv.join(" ").into())).await;
+            }
+            let _ = say(Out::Exit(agent::ExecExit::default())).await;
+        });
+        Ok(Response::new(ReceiverStream::new(outputs)))
     }
     async fn events(&self, _: Request<agent::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
+        absent()
+    }
+    async fn upload(
+        &self,
+        _: Request<Streaming<agent::UploadInput>>,
+    ) -> Result<Response<agent::UploadResult>, Status> {
+        absent()
+    }
+    async fn download(
+        &self,
+        _: Request<agent::DownloadRequest>,
+    ) -> Result<Response<Self::DownloadStream>, Status> {
+        absent()
+    }
+    async fn stat_file(
+        &self,
+        _: Request<agent::StatFileRequest>,
+    ) -> Result<Response<agent::FileResult>, Status> {
+        absent()
+    }
+    async fn list_files(
+        &self,
+        _: Request<agent::ListFilesRequest>,
+    ) -> Result<Response<agent::ListFilesResult>, Status> {
+        absent()
+    }
+    async fn make_directory(
+        &self,
+        _: Request<agent::MakeDirectoryRequest>,
+    ) -> Result<Response<agent::FileResult>, Status> {
+        absent()
+    }
+    async fn remove_file(
+        &self,
+        _: Request<agent::RemoveFileRequest>,
+    ) -> Result<Response<agent::FileResult>, Status> {
         absent()
     }
     async fn shutdown(

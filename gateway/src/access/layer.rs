@@ -1,0 +1,138 @@
+//! Stands before every service: finds the caller, asks the table, writes the audit log.
+
+use std::{
+    convert::Infallible,
+    future::Future,
+    pin::Pin,
+    sync::{Arc, PoisonError},
+    task::{Context, Poll},
+    time::Instant,
+};
+
+use http::{HeaderMap, Request, Response};
+use tonic::body::Body;
+use tower::Service;
+
+use super::{Access, Caller, Grant, Identity, Need, Peer, methods, usual_workspace, workspace_name};
+use crate::{
+    api::{refused, to_status},
+    error::{ApiError, Code},
+};
+
+/// Metadata that names the workspace a call works in.
+pub const WORKSPACE: &str = "x-torpor-workspace";
+
+/// A service that is called only by those who may.
+#[derive(Clone)]
+pub struct Guard<S> {
+    inner: S,
+    access: Arc<Access>,
+}
+
+impl<S> Guard<S> {
+    /// Guards a service.
+    pub fn new(inner: S, access: Arc<Access>) -> Self {
+        Self { inner, access }
+    }
+}
+
+/// Checks all that is known before the message is read.
+async fn admit(
+    access: &Arc<Access>,
+    path: &str,
+    headers: &HeaderMap,
+    peer: Option<&Peer>,
+) -> Result<Caller, ApiError> {
+    let method = methods::of_path(path).ok_or_else(|| {
+        if let Some(error) = refused(path) {
+            return error;
+        }
+        let message = format!("this gateway has no method {}", path.escape_debug());
+        ApiError::new(Code::Unimplemented, "NO_SUCH_METHOD", message)
+    })?;
+    let Some(peer) = peer else {
+        return Err(ApiError::internal("a connection that says nothing of its other end"));
+    };
+    let identity = match access.identify(headers, peer).await {
+        Ok(Some(identity)) => identity,
+        Ok(None) if method.need != Need::Nothing => {
+            let message = "the call says nothing of who makes it";
+            return Err(ApiError::new(Code::Unauthenticated, "UNAUTHENTICATED", message)
+                .with("next", "give a token: --token-file FILE or TORPOR_TOKEN"));
+        }
+        // Whoever it is may ask.
+        Ok(None) => {
+            Identity { subject: "nobody".to_owned(), by: super::By::Plaintext, grant: Grant::Membership }
+        }
+        Err(error) => return Err(error),
+    };
+    let refused = |what: &str| {
+        let message = format!("{} may not call {}: {what}", identity.subject, method.path);
+        Err(ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", message))
+    };
+    match (&identity.grant, method.need) {
+        (Grant::Sandbox(_), _) if !method.from_within => {
+            return refused("a sandbox's token is good for a few calls about that sandbox");
+        }
+        (Grant::Admin, _) | (_, Need::Nothing | Need::Identity | Need::Role(_)) => {}
+        _ => return refused("it is for the gateway's administrators"),
+    }
+    let workspace = match headers.get(WORKSPACE) {
+        Some(value) => workspace_name(value.to_str().unwrap_or_default())?,
+        None => match &identity.grant {
+            Grant::Fixed { workspace: Some(only), .. } => only.clone(),
+            _ => usual_workspace(),
+        },
+    };
+    Ok(Caller { identity, method, workspace, access: access.clone(), named: Arc::default() })
+}
+
+/// The status that an answer begins with; one that comes later is not known here.
+fn outcome(response: &Response<Body>) -> &str {
+    match response.headers().get("grpc-status").map(|status| status.to_str().unwrap_or("?")) {
+        Some("0") | None => "ok",
+        Some(code) => code,
+    }
+}
+
+impl<S> Service<Request<Body>> for Guard<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + 'static,
+    S::Future: Send,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        let ready = self.inner.clone();
+        let mut inner = std::mem::replace(&mut self.inner, ready);
+        let access = self.access.clone();
+        Box::pin(async move {
+            let peer = request.extensions().get::<Peer>().cloned();
+            let from = peer.as_ref().map(Peer::address).unwrap_or_default();
+            let (path, headers) = (request.uri().path().to_owned(), request.headers().clone());
+            let caller = match admit(&access, &path, &headers, peer.as_ref()).await {
+                Ok(caller) => caller,
+                Err(error) => {
+                    if methods::of_path(&path).is_some_and(|method| method.changes) {
+                        access.audit.refused(&path, &from, &error);
+                    }
+                    return Ok(to_status(error).into_http());
+                }
+            };
+            let begun = Instant::now();
+            request.extensions_mut().insert(caller.clone());
+            let response = inner.call(request).await?;
+            if caller.method.changes {
+                let named = caller.named.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                access.audit.called(&caller, &from, &named, outcome(&response), begun.elapsed());
+            }
+            Ok(response)
+        })
+    }
+}

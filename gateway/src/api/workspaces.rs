@@ -1,0 +1,188 @@
+//! `torpor.v1.Workspaces`.
+
+use tonic::{Request, Response, Status};
+use torpor_proto::v1;
+use torpor_sandbox::spec::{DEFAULT_WORKSPACE, validate_labels};
+
+use super::{
+    Shared, convert,
+    sandboxes::{page_size, token},
+    to_status,
+};
+use crate::{
+    access::{self, Caller, workspace_name},
+    error::{ApiError, Code},
+    store::{Member, Role, Selector, StoreError, Workspace},
+};
+
+/// Longest subject, bytes.
+const LONGEST_SUBJECT: usize = 300;
+
+type Reply<T> = Result<Response<T>, Status>;
+
+/// See the module.
+pub struct WorkspacesApi(pub Shared);
+
+pub fn role(role: Role) -> v1::Role {
+    match role {
+        Role::Viewer => v1::Role::Viewer,
+        Role::Editor => v1::Role::Editor,
+        Role::Owner => v1::Role::Owner,
+    }
+}
+
+/// A role from a client.
+pub fn wanted_role(role: i32) -> Result<Option<Role>, ApiError> {
+    match v1::Role::try_from(role) {
+        Ok(v1::Role::Unspecified) => Ok(None),
+        Ok(v1::Role::Viewer) => Ok(Some(Role::Viewer)),
+        Ok(v1::Role::Editor) => Ok(Some(Role::Editor)),
+        Ok(v1::Role::Owner) => Ok(Some(Role::Owner)),
+        Err(_) => Err(ApiError::invalid("role", format!("{role} is not known"))),
+    }
+}
+
+fn subject(text: String) -> Result<String, ApiError> {
+    let kinds = ["uid:", "cert:", "oidc:", "token:"];
+    let known = kinds.iter().any(|kind| text.starts_with(kind) && text.len() > kind.len());
+    if !known || text.len() > LONGEST_SUBJECT || text.contains(char::is_control) {
+        let problem =
+            "a subject is uid:NUMBER, cert:NAME, oidc:SUBJECT or token:NAME; `torpor whoami` shows one's own";
+        return Err(ApiError::invalid("subject", problem));
+    }
+    Ok(text)
+}
+
+fn shown(caller: &Caller, workspace: Workspace) -> v1::Workspace {
+    let own = caller.role_in(&workspace.name).filter(|_| !caller.is_admin());
+    v1::Workspace {
+        version: workspace.version,
+        labels: workspace.labels.into_iter().collect(),
+        created: convert::time(workspace.created),
+        sandboxes: workspace.sandboxes,
+        role: own.map_or(0, |own| role(own).into()),
+        name: workspace.name,
+    }
+}
+
+pub fn member(member: Member) -> v1::Member {
+    v1::Member {
+        workspace: member.workspace,
+        subject: member.subject,
+        role: role(member.role).into(),
+        created: convert::time(member.created),
+    }
+}
+
+impl WorkspacesApi {
+    /// Writes a change of the members, and has it in force when this returns.
+    async fn members_changed(&self, caller: &Caller) -> Result<(), Status> {
+        caller.access().reload().await.map_err(|e| to_status(e.into()))
+    }
+}
+
+#[tonic::async_trait]
+impl v1::workspaces_server::Workspaces for WorkspacesApi {
+    async fn create(&self, request: Request<v1::CreateWorkspaceRequest>) -> Reply<v1::Workspace> {
+        let caller = access::caller(&request)?;
+        let request = request.into_inner();
+        let name = workspace_name(&request.name).map_err(to_status)?;
+        caller.speaks_of(&name);
+        let labels = request.labels.into_iter().collect();
+        validate_labels(&labels).map_err(|e| to_status(e.into()))?;
+        let owner = token(request.owner).map(subject).transpose().map_err(to_status)?;
+        let made = self.0.store.create_workspace(name, labels, owner, token(request.request_id)).await;
+        let made = made.map_err(|e| to_status(e.into()))?;
+        self.members_changed(&caller).await?;
+        Ok(Response::new(shown(&caller, made)))
+    }
+
+    async fn get(&self, request: Request<v1::GetWorkspaceRequest>) -> Reply<v1::Workspace> {
+        let caller = access::caller(&request)?;
+        let name = caller.workspace(&request.into_inner().name).map_err(to_status)?;
+        let found = self.0.store.workspace(&name).await.map_err(|e| to_status(e.into()))?;
+        Ok(Response::new(shown(&caller, found)))
+    }
+
+    async fn list(&self, request: Request<v1::ListWorkspacesRequest>) -> Reply<v1::ListWorkspacesResponse> {
+        let caller = access::caller(&request)?;
+        let request = request.into_inner();
+        let size = page_size(request.page_size).map_err(to_status)?;
+        let selector: Selector =
+            request.label_selector.parse().map_err(|e: StoreError| to_status(e.into()))?;
+        let selector = selector.within(caller.scope(true).map_err(to_status)?);
+        let page = self.0.store.workspaces(size, token(request.page_token), selector).await;
+        let page = page.map_err(|e| to_status(e.into()))?;
+        Ok(Response::new(v1::ListWorkspacesResponse {
+            workspaces: page.rows.into_iter().map(|row| shown(&caller, row)).collect(),
+            next_page_token: page.next.unwrap_or_default(),
+        }))
+    }
+
+    async fn delete(
+        &self,
+        request: Request<v1::DeleteWorkspaceRequest>,
+    ) -> Reply<v1::DeleteWorkspaceResponse> {
+        let caller = access::caller(&request)?;
+        let request = request.into_inner();
+        if request.name.is_empty() {
+            return Err(to_status(ApiError::invalid("name", "a workspace is needed")));
+        }
+        caller.speaks_of(&request.name);
+        if request.name == DEFAULT_WORKSPACE {
+            let message = "the default workspace can't be deleted: it is where calls work that name none";
+            return Err(to_status(ApiError::new(Code::FailedPrecondition, "DEFAULT_WORKSPACE", message)));
+        }
+        let removed = match self.0.store.delete_workspace(request.name).await {
+            Ok(()) => true,
+            Err(StoreError::NoWorkspace(_)) if request.allow_missing => false,
+            Err(error) => return Err(to_status(error.into())),
+        };
+        self.members_changed(&caller).await?;
+        Ok(Response::new(v1::DeleteWorkspaceResponse { removed }))
+    }
+
+    async fn set_member(&self, request: Request<v1::SetMemberRequest>) -> Reply<v1::Member> {
+        let caller = access::caller(&request)?;
+        let request = request.into_inner();
+        let workspace = caller.workspace(&request.workspace).map_err(to_status)?;
+        let wanted = wanted_role(request.role).map_err(to_status)?;
+        let wanted = wanted.ok_or_else(|| to_status(ApiError::invalid("role", "viewer, editor or owner")))?;
+        let subject = subject(request.subject).map_err(to_status)?;
+        let set = self.0.store.set_member(workspace, subject, wanted).await;
+        let set = set.map_err(|e| to_status(e.into()))?;
+        self.members_changed(&caller).await?;
+        Ok(Response::new(member(set)))
+    }
+
+    async fn remove_member(
+        &self,
+        request: Request<v1::RemoveMemberRequest>,
+    ) -> Reply<v1::RemoveMemberResponse> {
+        let caller = access::caller(&request)?;
+        let request = request.into_inner();
+        let workspace = caller.workspace(&request.workspace).map_err(to_status)?;
+        let removed = self.0.store.remove_member(workspace.clone(), request.subject.clone()).await;
+        let removed = removed.map_err(|e| to_status(e.into()))?;
+        if !removed && !request.allow_missing {
+            let message =
+                format!("'{}' is no member of workspace '{workspace}'", request.subject.escape_debug());
+            return Err(to_status(ApiError::new(Code::NotFound, "MEMBER_NOT_FOUND", message)));
+        }
+        self.members_changed(&caller).await?;
+        Ok(Response::new(v1::RemoveMemberResponse { removed }))
+    }
+
+    async fn list_members(&self, request: Request<v1::ListMembersRequest>) -> Reply<v1::ListMembersResponse> {
+        let caller = access::caller(&request)?;
+        let request = request.into_inner();
+        let workspace = caller.workspace(&request.workspace).map_err(to_status)?;
+        let size = page_size(request.page_size).map_err(to_status)?;
+        let page = self.0.store.members(&workspace, size, token(request.page_token)).await;
+        let page = page.map_err(|e| to_status(e.into()))?;
+        Ok(Response::new(v1::ListMembersResponse {
+            members: page.rows.into_iter().map(member).collect(),
+            next_page_token: page.next.unwrap_or_default(),
+        }))
+    }
+}

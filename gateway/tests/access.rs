@@ -1,0 +1,729 @@
+//! Who may do what: every method by every kind of caller, and every way of being known.
+
+mod common;
+
+use std::{collections::BTreeSet, path::PathBuf, time::Duration};
+
+use common::World;
+use prost::Message;
+use tonic::{
+    Code, Request, Status,
+    codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder},
+    transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity},
+};
+use torpor_gateway::config::{Anonymous, OidcConfig, TcpConfig};
+use torpor_proto::v1::{
+    self, access_client::AccessClient, gateway_client::GatewayClient, sandboxes_client::SandboxesClient,
+    workspaces_client::WorkspacesClient,
+};
+use torpor_sandbox::sim::Script;
+
+/// Messages as they are on the wire.
+#[derive(Clone, Copy, Default)]
+struct Raw;
+
+impl Codec for Raw {
+    type Encode = Vec<u8>;
+    type Decode = Vec<u8>;
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        Self
+    }
+
+    fn decoder(&mut self) -> Self {
+        Self
+    }
+}
+
+impl Encoder for Raw {
+    type Item = Vec<u8>;
+    type Error = Status;
+
+    fn encode(&mut self, item: Vec<u8>, buffer: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        bytes::BufMut::put_slice(buffer, &item);
+        Ok(())
+    }
+}
+
+impl Decoder for Raw {
+    type Item = Vec<u8>;
+    type Error = Status;
+
+    fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<Vec<u8>>, Status> {
+        let mut item = vec![0; bytes::Buf::remaining(buffer)];
+        bytes::Buf::copy_to_slice(buffer, &mut item);
+        Ok(Some(item))
+    }
+}
+
+/// How the call of any method goes: the first answer, or why there is none.
+async fn outcome(channel: &Channel, token: Option<&str>, path: &str, message: &[u8]) -> Result<(), Status> {
+    let mut client = tonic::client::Grpc::new(channel.clone());
+    client.ready().await.unwrap();
+    let mut request = Request::new(message.to_vec());
+    request.metadata_mut().insert("x-torpor-workspace", "team".parse().unwrap());
+    if let Some(token) = token {
+        request.metadata_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+    }
+    let path = format!("/{path}").parse().unwrap();
+    let mut answers = client.server_streaming(request, path, Raw).await?.into_inner();
+    // A stream that has nothing to say was let in.
+    match tokio::time::timeout(Duration::from_millis(300), answers.message()).await {
+        Ok(answer) => answer.map(drop),
+        Err(_) => Ok(()),
+    }
+}
+
+fn letter(outcome: &Result<(), Status>) -> char {
+    match outcome.as_ref().map_err(Status::code) {
+        Err(Code::Unauthenticated) => 'u',
+        Err(Code::PermissionDenied) => 'd',
+        Err(Code::NotFound) => 'n',
+        _ => '+',
+    }
+}
+
+fn plain(anonymous: Anonymous) -> TcpConfig {
+    TcpConfig {
+        address: free_address(),
+        certificate: PathBuf::new(),
+        key: PathBuf::new(),
+        client_ca: PathBuf::new(),
+        plaintext: true,
+        anonymous,
+    }
+}
+
+fn free_address() -> std::net::SocketAddr {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+async fn tcp(address: std::net::SocketAddr) -> Channel {
+    Endpoint::from_shared(format!("http://{address}")).unwrap().connect().await.unwrap()
+}
+
+async fn workspace(channel: &Channel, name: &str) {
+    let request = v1::CreateWorkspaceRequest { name: name.into(), ..Default::default() };
+    WorkspacesClient::new(channel.clone()).create(request).await.unwrap();
+}
+
+async fn sandbox(channel: &Channel, name: &str) -> v1::Sandbox {
+    let request = v1::CreateSandboxRequest { name: name.into(), wait: true, ..Default::default() };
+    SandboxesClient::new(channel.clone()).create(request).await.unwrap().into_inner()
+}
+
+async fn token(channel: &Channel, request: v1::CreateTokenRequest) -> v1::CreateTokenResponse {
+    let name = if request.name.is_empty() { "test".to_owned() } else { request.name };
+    let request = v1::CreateTokenRequest { name, ..request };
+    AccessClient::new(channel.clone()).create_token(request).await.unwrap().into_inner()
+}
+
+async fn role(channel: &Channel, workspace: &str, role: v1::Role) -> String {
+    let request = v1::CreateTokenRequest {
+        workspace: workspace.into(),
+        role: role.into(),
+        name: format!("{role:?}-of-{workspace}"),
+        ..Default::default()
+    };
+    token(channel, request).await.secret
+}
+
+/// Every method with a message that speaks of team/box, and what becomes of it for callers with: nothing, a wrong token,
+/// an expired one, and those of a viewer, an editor and an owner of the workspace, an owner of another one, the
+/// sandbox itself, an administrator. u: not known, d: denied, n: not found, +: let in.
+fn matrix() -> Vec<(&'static str, Vec<u8>, &'static str)> {
+    let target = || Some(v1::Target { sandbox: "box".into(), ..Default::default() });
+    let sandbox = || "box".to_owned();
+    let exec = v1::ExecStart { sandbox: sandbox(), argv: vec!["true".into()], ..Default::default() };
+    let forward = v1::ForwardStart { sandbox: sandbox(), port: 80 };
+    let member = || "uid:4242".to_owned();
+    let upload = v1::UploadStart { sandbox: sandbox(), path: "/x".into(), ..Default::default() };
+    vec![
+        ("torpor.v1.Sandboxes/Create", v1::CreateSandboxRequest::default().encode_to_vec(), "uuud++nd+"),
+        (
+            "torpor.v1.Sandboxes/Get",
+            v1::GetSandboxRequest { sandbox: sandbox() }.encode_to_vec(),
+            "uuu+++n++",
+        ),
+        ("torpor.v1.Sandboxes/List", v1::ListSandboxesRequest::default().encode_to_vec(), "uuu+++nd+"),
+        ("torpor.v1.Sandboxes/Watch", v1::WatchSandboxesRequest::default().encode_to_vec(), "uuu+++nd+"),
+        (
+            "torpor.v1.Sandboxes/Suspend",
+            v1::SuspendRequest { target: target(), keep: 0 }.encode_to_vec(),
+            "uuud++n++",
+        ),
+        (
+            "torpor.v1.Sandboxes/Resume",
+            v1::ResumeRequest { target: target(), ..Default::default() }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        ("torpor.v1.Sandboxes/Stop", v1::StopRequest { target: target() }.encode_to_vec(), "uuud++n++"),
+        ("torpor.v1.Sandboxes/Start", v1::StartRequest { target: target() }.encode_to_vec(), "uuud++nd+"),
+        (
+            "torpor.v1.Sandboxes/Exec",
+            v1::ExecInput { kind: Some(v1::exec_input::Kind::Start(exec)) }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/Logs",
+            v1::LogsRequest { sandbox: sandbox(), ..Default::default() }.encode_to_vec(),
+            "uuu+++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/History",
+            v1::HistoryRequest { sandbox: sandbox(), ..Default::default() }.encode_to_vec(),
+            "uuu+++n++",
+        ),
+        (
+            "torpor.v1.Sandboxes/SetEgress",
+            v1::SetEgressRequest { target: target(), egress: None }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/Expose",
+            v1::ExposeRequest { sandbox: sandbox(), port: 80, ..Default::default() }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        ("torpor.v1.Sandboxes/ListExposed", v1::ListExposedRequest::default().encode_to_vec(), "uuu+++nd+"),
+        (
+            "torpor.v1.Sandboxes/Unexpose",
+            v1::UnexposeRequest { sandbox: sandbox(), port: 81, allow_missing: true }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/Forward",
+            v1::ForwardInput { kind: Some(v1::forward_input::Kind::Start(forward)) }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/GetDisk",
+            v1::GetDiskRequest { sandbox: sandbox(), check: false }.encode_to_vec(),
+            "uuu+++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/GrowDisk",
+            v1::GrowDiskRequest { target: target(), size_bytes: 1 }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/CompactDisk",
+            v1::CompactDiskRequest { target: target(), rewrite: false }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/ExportDisk",
+            v1::ExportDiskRequest { sandbox: sandbox(), format: 0 }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        ("torpor.v1.Images/List", Vec::new(), "uuu++++++"),
+        (
+            "torpor.v1.Images/Build",
+            v1::BuildImageRequest { recipe: "none".into(), ..Default::default() }.encode_to_vec(),
+            "uuuddddd+",
+        ),
+        (
+            "torpor.v1.Images/Pull",
+            v1::PullImageRequest { driver: "sim".into(), ..Default::default() }.encode_to_vec(),
+            "uuuddddd+",
+        ),
+        (
+            "torpor.v1.Images/Import",
+            v1::ImportImageRequest { name: "x".into(), path: "relative".into() }.encode_to_vec(),
+            "uuuddddd+",
+        ),
+        (
+            "torpor.v1.Images/Remove",
+            v1::RemoveImageRequest { image: "none".into(), allow_missing: true }.encode_to_vec(),
+            "uuuddddd+",
+        ),
+        (
+            "torpor.v1.Workspaces/Create",
+            v1::CreateWorkspaceRequest { name: "third".into(), ..Default::default() }.encode_to_vec(),
+            "uuuddddd+",
+        ),
+        ("torpor.v1.Workspaces/Get", Vec::new(), "uuu+++nd+"),
+        ("torpor.v1.Workspaces/List", Vec::new(), "uuu++++d+"),
+        (
+            "torpor.v1.Workspaces/Delete",
+            v1::DeleteWorkspaceRequest { name: "third".into(), allow_missing: true }.encode_to_vec(),
+            "uuuddddd+",
+        ),
+        (
+            "torpor.v1.Workspaces/SetMember",
+            v1::SetMemberRequest { subject: member(), role: v1::Role::Viewer.into(), ..Default::default() }
+                .encode_to_vec(),
+            "uuudd+nd+",
+        ),
+        (
+            "torpor.v1.Workspaces/RemoveMember",
+            v1::RemoveMemberRequest { subject: member(), allow_missing: true, ..Default::default() }
+                .encode_to_vec(),
+            "uuudd+nd+",
+        ),
+        ("torpor.v1.Workspaces/ListMembers", Vec::new(), "uuu+++nd+"),
+        ("torpor.v1.Access/WhoAmI", Vec::new(), "uuu++++++"),
+        (
+            "torpor.v1.Access/CreateToken",
+            v1::CreateTokenRequest { name: "t".into(), role: v1::Role::Viewer.into(), ..Default::default() }
+                .encode_to_vec(),
+            "uuudd+nd+",
+        ),
+        ("torpor.v1.Access/ListTokens", Vec::new(), "uuudd+nd+"),
+        (
+            "torpor.v1.Access/RevokeToken",
+            v1::RevokeTokenRequest { id: "none".into(), allow_missing: true }.encode_to_vec(),
+            "uuudd+nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/Update",
+            v1::UpdateSandboxRequest { target: target(), ..Default::default() }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/ResumePendingUpdate",
+            v1::ResumePendingUpdateRequest { target: target(), abandon: false }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Files/Upload",
+            v1::UploadInput { kind: Some(v1::upload_input::Kind::Start(upload)) }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Files/Download",
+            v1::DownloadRequest { sandbox: sandbox(), path: "/x".into(), ..Default::default() }
+                .encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Files/Stat",
+            v1::StatFileRequest { sandbox: sandbox(), path: "/x".into() }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Files/List",
+            v1::ListFilesRequest { sandbox: sandbox(), path: "/x".into(), ..Default::default() }
+                .encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Files/MakeDirectory",
+            v1::MakeDirectoryRequest { sandbox: sandbox(), path: "/x".into(), ..Default::default() }
+                .encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Files/Remove",
+            v1::RemoveFileRequest { sandbox: sandbox(), path: "/x".into(), ..Default::default() }
+                .encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Templates/Create",
+            v1::CreateTemplateRequest { name: "t".into(), request_id: "one".into(), ..Default::default() }
+                .encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Templates/Get",
+            v1::GetTemplateRequest { template: "t".into() }.encode_to_vec(),
+            "uuu+++nd+",
+        ),
+        ("torpor.v1.Templates/List", Vec::new(), "uuu+++nd+"),
+        (
+            "torpor.v1.Templates/Update",
+            v1::UpdateTemplateRequest { template: "t".into(), ..Default::default() }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Templates/Delete",
+            v1::DeleteTemplateRequest { template: "t".into(), allow_missing: true, ..Default::default() }
+                .encode_to_vec(),
+            "uuud++nd+",
+        ),
+        ("torpor.v1.Gateway/Info", Vec::new(), "uuu++++++"),
+        ("torpor.v1.Gateway/Health", Vec::new(), "+uu++++++"),
+        (
+            "torpor.v1.Sandboxes/Delete",
+            v1::DeleteSandboxRequest {
+                target: target().map(|t| v1::Target { wait: true, ..t }),
+                allow_missing: true,
+            }
+            .encode_to_vec(),
+            // The sandbox's own token has gone with it by then.
+            "uuud++nu+",
+        ),
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_method_lets_in_whom_it_should_and_nobody_else() {
+    let listener = plain(Anonymous::None);
+    let address = listener.address;
+    let world = World::with(Script::default(), |config| config.tcp = vec![listener]).await;
+    let admin = world.channel().await;
+    workspace(&admin, "team").await;
+    workspace(&admin, "other").await;
+    let made = sandbox(&admin, "team/box").await;
+    assert_eq!((made.name.as_str(), made.workspace.as_str()), ("box", "team"));
+    let expired = v1::CreateTokenRequest {
+        admin: true,
+        lifetime: Some(prost_types::Duration { seconds: 0, nanos: 1 }),
+        ..Default::default()
+    };
+    let within = v1::CreateTokenRequest { sandbox: "team/box".into(), ..Default::default() };
+    let full = v1::CreateTokenRequest { admin: true, ..Default::default() };
+    let callers = [
+        None,
+        Some(format!("tpr_0011223344556677_{}", "0".repeat(64))),
+        Some(token(&admin, expired).await.secret),
+        Some(role(&admin, "team", v1::Role::Viewer).await),
+        Some(role(&admin, "team", v1::Role::Editor).await),
+        Some(role(&admin, "team", v1::Role::Owner).await),
+        Some(role(&admin, "other", v1::Role::Owner).await),
+        Some(token(&admin, within).await.secret),
+        Some(token(&admin, full).await.secret),
+    ];
+    let channel = tcp(address).await;
+    let mut wrong = Vec::new();
+    for (path, message, expected) in matrix() {
+        let mut found = String::new();
+        let mut said = Vec::new();
+        for caller in &callers {
+            let outcome = outcome(&channel, caller.as_deref(), path, &message).await;
+            found.push(letter(&outcome));
+            said.push(outcome.err().map(|status| status.message().to_owned()));
+        }
+        if found != expected {
+            wrong.push(format!("{path}: {found}, not {expected}: {said:?}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_matrix_has_every_method_of_our_own_interface() {
+    let all = prost_types::FileDescriptorSet::decode(torpor_proto::DESCRIPTORS).unwrap();
+    let declared: BTreeSet<String> = all
+        .file
+        .iter()
+        .filter(|file| file.package() == "torpor.v1")
+        .flat_map(|file| &file.service)
+        .flat_map(|service| {
+            service.method.iter().map(|method| format!("torpor.v1.{}/{}", service.name(), method.name()))
+        })
+        .collect();
+    let tested: BTreeSet<String> = matrix().into_iter().map(|(path, ..)| path.to_owned()).collect();
+    let missing: Vec<_> = declared.difference(&tested).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn names_are_unique_in_a_workspace_and_nobody_looks_into_another_s() {
+    let world = World::new(Script::default()).await;
+    let admin = world.channel().await;
+    workspace(&admin, "team").await;
+    let one = sandbox(&admin, "box").await;
+    let other = sandbox(&admin, "team/box").await;
+    assert_ne!(one.id, other.id);
+    let mut client = SandboxesClient::new(admin.clone());
+    let get = |name: &str| v1::GetSandboxRequest { sandbox: name.into() };
+    assert_eq!(client.get(get("team/box")).await.unwrap().into_inner().id, other.id);
+    assert_eq!(client.get(get("box")).await.unwrap().into_inner().id, one.id);
+    let listed = client.list(v1::ListSandboxesRequest::default()).await.unwrap().into_inner();
+    assert_eq!(listed.sandboxes.iter().map(|s| &s.id).collect::<Vec<_>>(), [&one.id]);
+    let everywhere = v1::ListSandboxesRequest { all_workspaces: true, ..Default::default() };
+    assert_eq!(client.list(everywhere.clone()).await.unwrap().into_inner().sandboxes.len(), 2);
+    // A viewer of team sees that one only, by whatever way of asking.
+    let secret = role(&admin, "team", v1::Role::Viewer).await;
+    let viewer = |mut request: Request<()>| {
+        request.metadata_mut().insert("authorization", format!("Bearer {secret}").parse().unwrap());
+        Ok(request)
+    };
+    let mut viewer = SandboxesClient::with_interceptor(admin.clone(), viewer);
+    let listed = viewer.list(everywhere).await.unwrap().into_inner();
+    assert_eq!(listed.sandboxes.iter().map(|s| &s.id).collect::<Vec<_>>(), [&other.id]);
+    assert_eq!(viewer.get(get("box")).await.unwrap().into_inner().id, other.id);
+    for hidden in [one.id.as_str(), "default/box"] {
+        assert_eq!(viewer.get(get(hidden)).await.unwrap_err().code(), Code::NotFound, "{hidden}");
+    }
+    let mut events = viewer
+        .watch(v1::WatchSandboxesRequest { all_workspaces: true, ..Default::default() })
+        .await
+        .unwrap()
+        .into_inner();
+    let first = events.message().await.unwrap().unwrap();
+    assert_eq!(first.sandbox.unwrap().id, other.id);
+    assert!(events.message().await.unwrap().unwrap().sandbox.is_none(), "synced");
+    // Neither the change nor the end of the hidden one is told.
+    let target = |name: &str| Some(v1::Target { sandbox: name.into(), wait: true, ..Default::default() });
+    client.delete(v1::DeleteSandboxRequest { target: target("box"), ..Default::default() }).await.unwrap();
+    client
+        .delete(v1::DeleteSandboxRequest { target: target("team/box"), ..Default::default() })
+        .await
+        .unwrap();
+    loop {
+        let event = events.message().await.unwrap().unwrap();
+        assert_eq!(event.sandbox.as_ref().unwrap().id, other.id, "{event:?}");
+        if event.kind() == v1::sandbox_event::Kind::Deleted {
+            break;
+        }
+    }
+    // The workspace goes when it is empty.
+    let delete = v1::DeleteWorkspaceRequest { name: "team".into(), allow_missing: false };
+    let gone = WorkspacesClient::new(admin).delete(delete).await.unwrap().into_inner();
+    assert!(gone.removed);
+    // Its tokens went with it.
+    let status = viewer.list(v1::ListSandboxesRequest::default()).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unauthenticated, "{status:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_is_good_until_it_is_revoked_and_never_for_more_than_its_maker_has() {
+    let world = World::new(Script::default()).await;
+    let admin = world.channel().await;
+    workspace(&admin, "team").await;
+    let made = token(
+        &admin,
+        v1::CreateTokenRequest {
+            workspace: "team".into(),
+            role: v1::Role::Owner.into(),
+            ..Default::default()
+        },
+    )
+    .await;
+    let secret = made.secret.clone();
+    let owner = move |mut request: Request<()>| {
+        request.metadata_mut().insert("authorization", format!("Bearer {secret}").parse().unwrap());
+        Ok(request)
+    };
+    let mut client = AccessClient::with_interceptor(admin.clone(), owner);
+    let who = client.who_am_i(v1::WhoAmIRequest {}).await.unwrap().into_inner();
+    assert_eq!(
+        (who.subject.as_str(), who.by.as_str(), who.workspace.as_str()),
+        ("token:test", "token", "team")
+    );
+    let editor =
+        v1::CreateTokenRequest { name: "e".into(), role: v1::Role::Editor.into(), ..Default::default() };
+    let lesser = client.create_token(editor.clone()).await.unwrap().into_inner();
+    assert_eq!(lesser.token.unwrap().workspace, "team");
+    for beyond in [
+        v1::CreateTokenRequest { admin: true, role: 0, ..editor.clone() },
+        v1::CreateTokenRequest { all_workspaces: true, ..editor.clone() },
+    ] {
+        assert_eq!(client.create_token(beyond).await.unwrap_err().code(), Code::PermissionDenied);
+    }
+    let elsewhere = v1::CreateTokenRequest { workspace: "default".into(), ..editor };
+    assert_eq!(client.create_token(elsewhere).await.unwrap_err().code(), Code::NotFound);
+    let listed = client.list_tokens(v1::ListTokensRequest::default()).await.unwrap().into_inner();
+    assert_eq!(listed.tokens.len(), 2);
+    // Neither the database nor the audit log holds a secret.
+    for name in ["torpor.db", "torpor.db-wal", "audit.log"] {
+        let held = std::fs::read(world.config.state_dir.join(name)).unwrap();
+        for secret in [&made.secret, &lesser.secret] {
+            let part = &secret.as_bytes()[secret.len() - 32..];
+            assert!(!held.windows(32).any(|window| window == part), "{name} holds a secret");
+        }
+    }
+    let id = made.token.unwrap().id;
+    let revoke = v1::RevokeTokenRequest { id, allow_missing: false };
+    AccessClient::new(admin).revoke_token(revoke).await.unwrap();
+    let status = client.who_am_i(v1::WhoAmIRequest {}).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unauthenticated);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn changes_and_refusals_are_in_the_audit_log_with_who_made_them() {
+    let listener = plain(Anonymous::Viewer);
+    let address = listener.address;
+    let world = World::with(Script::default(), |config| config.tcp = vec![listener]).await;
+    sandbox(&world.channel().await, "box").await;
+    let mut stranger = SandboxesClient::new(tcp(address).await);
+    stranger.get(v1::GetSandboxRequest { sandbox: "box".into() }).await.unwrap();
+    let target = Some(v1::Target { sandbox: "box".into(), ..Default::default() });
+    let status =
+        stranger.delete(v1::DeleteSandboxRequest { target, ..Default::default() }).await.unwrap_err();
+    assert_eq!(status.code(), Code::PermissionDenied);
+    let text = std::fs::read_to_string(world.config.state_dir.join("audit.log")).unwrap();
+    let lines: Vec<serde_json::Value> =
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let of = |method: &str| lines.iter().filter(|line| line["method"] == method).collect::<Vec<_>>();
+    let made = of("torpor.v1.Sandboxes/Create");
+    let uid = format!("uid:{}", nix::unistd::geteuid());
+    assert_eq!(made.len(), 1, "{text}");
+    assert_eq!((&made[0]["subject"], &made[0]["outcome"]), (&uid.into(), &"ok".into()));
+    let refused = of("torpor.v1.Sandboxes/Delete");
+    assert_eq!((&refused[0]["subject"], &refused[0]["about"]), (&"anonymous".into(), &"box".into()));
+    assert_eq!(refused[0]["outcome"], "7", "{text}");
+    assert!(of("torpor.v1.Sandboxes/Get").is_empty(), "{text}");
+}
+
+struct Authority {
+    dir: tempfile::TempDir,
+    issuer: rcgen::CertifiedIssuer<'static, rcgen::KeyPair>,
+}
+
+impl Authority {
+    fn new() -> Self {
+        let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let issuer =
+            rcgen::CertifiedIssuer::self_signed(params, rcgen::KeyPair::generate().unwrap()).unwrap();
+        Self { dir: tempfile::tempdir().unwrap(), issuer }
+    }
+
+    fn issue(&self, common_name: &str) -> (String, String) {
+        let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+        params.distinguished_name.push(rcgen::DnType::CommonName, common_name);
+        let key = rcgen::KeyPair::generate().unwrap();
+        (params.signed_by(&key, &self.issuer).unwrap().pem(), key.serialize_pem())
+    }
+
+    fn file(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_certificate_says_who_it_is_and_a_stranger_s_is_refused() {
+    let (ours, theirs) = (Authority::new(), Authority::new());
+    let (certificate, key) = ours.issue("gateway");
+    let listener = TcpConfig {
+        address: free_address(),
+        certificate: ours.file("server.pem", &certificate),
+        key: ours.file("server.key", &key),
+        client_ca: ours.file("ca.pem", &ours.issuer.pem()),
+        plaintext: false,
+        anonymous: Anonymous::None,
+    };
+    let address = listener.address;
+    let world = World::with(Script::default(), |config| {
+        config.tcp = vec![listener];
+        config.admins = ["cert:root".to_owned()].into();
+    })
+    .await;
+    let tls = |identity: Option<(String, String)>| {
+        let config = ClientTlsConfig::new()
+            .ca_certificate(Certificate::from_pem(ours.issuer.pem()))
+            .domain_name("localhost");
+        let config = match identity {
+            Some((certificate, key)) => config.identity(Identity::from_pem(certificate, key)),
+            None => config,
+        };
+        Endpoint::from_shared(format!("https://{address}")).unwrap().tls_config(config).unwrap()
+    };
+    let who = async |identity| {
+        let channel = tls(identity).connect().await.map_err(|e| Status::unavailable(e.to_string()))?;
+        AccessClient::new(channel).who_am_i(v1::WhoAmIRequest {}).await.map(tonic::Response::into_inner)
+    };
+    let alice = who(Some(ours.issue("alice"))).await.unwrap();
+    assert_eq!(
+        (alice.subject.as_str(), alice.admin, alice.by.as_str()),
+        ("cert:alice", false, "certificate")
+    );
+    assert!(who(Some(ours.issue("root"))).await.unwrap().admin);
+    assert_eq!(who(None).await.unwrap_err().code(), Code::Unauthenticated);
+    let refused = who(Some(theirs.issue("root"))).await.unwrap_err();
+    // The connection is broken off, in one way or another.
+    assert!([Code::Unavailable, Code::Unknown, Code::Cancelled].contains(&refused.code()), "{refused:?}");
+    // A membership is in force at once, and its end too.
+    let admin = world.channel().await;
+    let mut workspaces = WorkspacesClient::new(admin.clone());
+    let channel = tls(Some(ours.issue("alice"))).connect().await.unwrap();
+    let mut alice = SandboxesClient::new(channel.clone());
+    let list = v1::ListSandboxesRequest::default();
+    assert_eq!(alice.list(list.clone()).await.unwrap_err().code(), Code::NotFound);
+    let member = v1::SetMemberRequest {
+        workspace: "default".into(),
+        subject: "cert:alice".into(),
+        role: v1::Role::Editor.into(),
+    };
+    workspaces.set_member(member).await.unwrap();
+    sandbox(&channel, "hers").await;
+    let remove = v1::RemoveMemberRequest {
+        workspace: "default".into(),
+        subject: "cert:alice".into(),
+        allow_missing: false,
+    };
+    workspaces.remove_member(remove).await.unwrap();
+    assert_eq!(alice.list(list).await.unwrap_err().code(), Code::NotFound);
+    // Plaintext on a TLS port is no way in.
+    let plain = Endpoint::from_shared(format!("http://{address}")).unwrap().connect().await;
+    if let Ok(channel) = plain {
+        let health = GatewayClient::new(channel).health(v1::HealthRequest {}).await;
+        assert!(health.is_err());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_of_the_trusted_issuer_is_accepted_and_every_other_one_refused() {
+    use jsonwebtoken::{Algorithm, EncodingKey, Header};
+    let key = rcgen::KeyPair::generate().unwrap();
+    let point = rcgen::PublicKeyData::der_bytes(&key).to_vec();
+    let text = |bytes: &[u8]| base64::Engine::encode(&base64::prelude::BASE64_URL_SAFE_NO_PAD, bytes);
+    let set = serde_json::json!({ "keys": [{
+        "kty": "EC", "crv": "P-256", "kid": "one", "alg": "ES256", "use": "sig",
+        "x": text(&point[1..33]), "y": text(&point[33..65]),
+    }] });
+    let dir = tempfile::tempdir().unwrap();
+    let jwks = dir.path().join("keys.json");
+    std::fs::write(&jwks, set.to_string()).unwrap();
+    let world = World::with(Script::default(), |config| {
+        config.oidc = Some(OidcConfig {
+            issuer: "https://issuer.example".into(),
+            audience: "torpor".into(),
+            jwks: jwks.display().to_string(),
+            subject_claim: "sub".into(),
+        });
+    })
+    .await;
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    let good = serde_json::json!({
+        "sub": "alice", "iss": "https://issuer.example", "aud": "torpor", "exp": now + 300,
+    });
+    let signed = |claims: &serde_json::Value, kid: &str, key: &rcgen::KeyPair| {
+        let header = Header { kid: Some(kid.into()), ..Header::new(Algorithm::ES256) };
+        jsonwebtoken::encode(&header, claims, &EncodingKey::from_ec_der(&key.serialize_der())).unwrap()
+    };
+    let channel = world.channel().await;
+    let who = async |token: String| {
+        let named = move |mut request: Request<()>| {
+            request.metadata_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+            Ok(request)
+        };
+        let mut client = AccessClient::with_interceptor(channel.clone(), named);
+        client.who_am_i(v1::WhoAmIRequest {}).await.map(tonic::Response::into_inner)
+    };
+    let alice = who(signed(&good, "one", &key)).await.unwrap();
+    assert_eq!((alice.subject.as_str(), alice.by.as_str(), alice.admin), ("oidc:alice", "oidc", false));
+    let with = |claim: &str, value: serde_json::Value| {
+        let mut claims = good.clone();
+        claims[claim] = value;
+        claims
+    };
+    let other = rcgen::KeyPair::generate().unwrap();
+    let shared = Header { kid: Some("one".into()), ..Header::new(Algorithm::HS256) };
+    let bad = [
+        ("expired", signed(&with("exp", (now - 300).into()), "one", &key)),
+        ("for others", signed(&with("aud", "others".into()), "one", &key)),
+        ("of another issuer", signed(&with("iss", "https://evil.example".into()), "one", &key)),
+        ("not yet good", signed(&with("nbf", (now + 3000).into()), "one", &key)),
+        ("of nobody", signed(&with("sub", "".into()), "one", &key)),
+        ("signed by another key", signed(&good, "one", &other)),
+        ("signed by an unknown key", signed(&good, "two", &other)),
+        (
+            "signed with a shared secret",
+            jsonwebtoken::encode(&shared, &good, &EncodingKey::from_secret(&point)).unwrap(),
+        ),
+        ("not signed", format!("{}.{}.", text(br#"{"alg":"none"}"#), text(good.to_string().as_bytes()))),
+        ("no token", "x".to_owned()),
+    ];
+    for (what, token) in bad {
+        let status = who(token).await.expect_err(what);
+        assert_eq!(status.code(), Code::Unauthenticated, "{what}: {status:?}");
+    }
+}
