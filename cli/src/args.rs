@@ -1,5 +1,7 @@
 //! What can be typed. The doc comments here are the help.
 
+use std::path::PathBuf;
+
 use clap::{Args, Parser};
 
 use crate::{commands::Command, output::Format};
@@ -14,13 +16,16 @@ Exit codes:
   5    conflict: the name is taken, or the sandbox was changed meanwhile
   6    nothing left: memory, CPUs, addresses or disk
   7    the gateway can't be reached
+  8    not allowed: the gateway doesn't know the caller, or its role is too small
   124  a wait ran out of time
   255  the connection was lost while a command ran (exec, shell)
 exec and shell otherwise end with the command's own code: 128 + N when signal N killed it, 127 when there
 is no such command, 126 when it can't be executed.
 
 Environment:
-  TORPOR_ENDPOINT  where the gateway is, as --endpoint";
+  TORPOR_ENDPOINT   where the gateway is, as --endpoint
+  TORPOR_WORKSPACE  the workspace to work in, as --workspace
+  TORPOR_TOKEN      the token to show to the gateway (it is no option: others could see it)";
 
 /// Sandboxes in microVMs that can be put to sleep.
 ///
@@ -38,7 +43,7 @@ pub struct Cli {
 /// Options of every command.
 #[derive(Args)]
 pub struct Global {
-    /// Where the gateway is: unix:///PATH or http://HOST:PORT.
+    /// Where the gateway is: unix:///PATH, https://HOST:PORT, or http://HOST:PORT on this machine.
     #[arg(
         long,
         global = true,
@@ -48,6 +53,41 @@ pub struct Global {
         help_heading = "Global options"
     )]
     pub endpoint: String,
+    /// The workspace to work in; the default one, or that of the token, when none is given.
+    #[arg(
+        long,
+        global = true,
+        env = "TORPOR_WORKSPACE",
+        value_name = "NAME",
+        help_heading = "Global options"
+    )]
+    pub workspace: Option<String>,
+    /// File with the token to show to the gateway; TORPOR_TOKEN holds the token itself.
+    #[arg(long, global = true, env = "TORPOR_TOKEN_FILE", value_name = "FILE", help_heading = "Connection")]
+    pub token_file: Option<PathBuf>,
+    /// Roots that the gateway's certificate may come from, PEM; the system's when none are given.
+    #[arg(long, global = true, env = "TORPOR_CA", value_name = "FILE", help_heading = "Connection")]
+    pub ca: Option<PathBuf>,
+    /// Our certificate to show to the gateway, PEM.
+    #[arg(
+        long,
+        global = true,
+        env = "TORPOR_CERT",
+        value_name = "FILE",
+        requires = "key",
+        help_heading = "Connection"
+    )]
+    pub cert: Option<PathBuf>,
+    /// Its key, PEM.
+    #[arg(
+        long,
+        global = true,
+        env = "TORPOR_KEY",
+        value_name = "FILE",
+        requires = "cert",
+        help_heading = "Connection"
+    )]
+    pub key: Option<PathBuf>,
     /// Form of what is printed. json and yaml are stable: one object for one name, a list for several.
     #[arg(short, long, global = true, value_enum, help_heading = "Global options")]
     pub output: Option<Format>,

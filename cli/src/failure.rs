@@ -13,6 +13,7 @@ pub const PRECONDITION: u8 = 4;
 pub const CONFLICT: u8 = 5;
 pub const EXHAUSTED: u8 = 6;
 pub const UNAVAILABLE: u8 = 7;
+pub const DENIED: u8 = 8;
 pub const TIMED_OUT: u8 = 124;
 const COMMAND_NOT_EXECUTABLE: u8 = 126;
 const COMMAND_NOT_FOUND: u8 = 127;
@@ -154,6 +155,7 @@ fn of_api(api: ApiError) -> Failure {
         Code::FailedPrecondition | Code::Unimplemented => PRECONDITION,
         Code::Aborted | Code::AlreadyExists => CONFLICT,
         Code::ResourceExhausted => EXHAUSTED,
+        Code::Unauthenticated | Code::PermissionDenied => DENIED,
         Code::Unavailable => UNAVAILABLE,
         Code::DeadlineExceeded => TIMED_OUT,
         _ => FAILED,
@@ -179,7 +181,7 @@ fn of_api(api: ApiError) -> Failure {
 fn unreachable_gateway(message: String, kind: Option<io::ErrorKind>) -> Failure {
     let (cause, next) = match kind {
         Some(io::ErrorKind::PermissionDenied) => {
-            ("the gateway's socket belongs to root", "run the same command as root, with sudo")
+            ("the gateway's socket is not ours to use", "run the same command as root, with sudo; or socket_mode, in its configuration")
         }
         Some(io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
             ("no gateway is running there", "torpor serve   (as root), or: systemctl start torpor")

@@ -76,6 +76,15 @@ pub fn volume(text: &str) -> Result<v1::Volume, String> {
     }
 }
 
+/// An endpoint: `NAME=PORT`, with a path after it for one that speaks HTTP.
+pub fn endpoint(text: &str) -> Result<v1::Endpoint, String> {
+    let wrong = || "it must be NAME=PORT or NAME=PORT/PATH, as in web=8080/health".to_owned();
+    let (name, rest) = text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or_else(wrong)?;
+    let end = rest.find('/').unwrap_or(rest.len());
+    let port = rest[..end].parse::<u16>().ok().filter(|port| *port > 0).ok_or_else(wrong)?;
+    Ok(v1::Endpoint { name: name.to_owned(), port: port.into(), http_path: rest[end..].to_owned() })
+}
+
 /// How a limit of a wait is meant: 0 is none.
 pub fn limit(timeout: Duration) -> Option<Duration> {
     (!timeout.is_zero()).then_some(timeout)
@@ -169,6 +178,14 @@ mod tests {
         assert_eq!(of("./a:/b:ro"), Ok(("./a".into(), "/b".into(), true)));
         assert_eq!(of("a:/b:rw"), Ok(("a".into(), "/b".into(), false)));
         assert!(["", "a", ":/b", "a:b", "a:ro"].into_iter().all(|text| volume(text).is_err()));
+    }
+
+    #[test]
+    fn an_endpoint_is_a_port_with_or_without_a_path() {
+        let of = |text: &str| endpoint(text).map(|e| (e.name, e.port, e.http_path));
+        assert_eq!(of("db=5432"), Ok(("db".into(), 5432, String::new())));
+        assert_eq!(of("web=80/a/b?c=d"), Ok(("web".into(), 80, "/a/b?c=d".into())));
+        assert!(["", "web", "=80", "web=", "web=0", "web=70000", "web=80:x"].into_iter().all(|t| of(t).is_err()));
     }
 
     #[test]

@@ -88,6 +88,15 @@ impl Progress {
     }
 }
 
+impl Progress {
+    /// So many bytes so far; of all of them, when that is known.
+    pub fn bytes(&self, done: u64, total: u64) {
+        let Some(line) = &self.line else { return };
+        let of = if total >= done { format!(" of {}", size(total)) } else { String::new() };
+        locked(line).amount = format!(" {}{of}", size(done));
+    }
+}
+
 impl Line {
     fn draw(&self) {
         let elapsed = seconds(self.began.elapsed());

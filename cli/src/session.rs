@@ -1,9 +1,12 @@
 //! What every command needs: where the gateway is and how to print.
 
-use std::io::{self, IsTerminal as _};
+use std::{
+    io::{self, IsTerminal as _},
+    path::PathBuf,
+};
 
 use serde::Serialize;
-use torpor_sdk::{Client, v1};
+use torpor_sdk::{Client, Options, Tls, v1};
 
 use crate::{
     args::Global,
@@ -14,8 +17,10 @@ use crate::{
 /// The global options, worked out.
 pub struct Session {
     pub endpoint: String,
+    options: Options,
     pub format: Format,
     pub quiet: bool,
+    token_file: Option<PathBuf>,
 }
 
 impl Session {
@@ -23,13 +28,34 @@ impl Session {
         let by_default = if global.quiet { Format::Name } else { Format::Table };
         Self {
             endpoint: global.endpoint.clone(),
+            options: Options {
+                token: None,
+                workspace: global.workspace.clone(),
+                tls: Tls { ca: global.ca.clone(), identity: global.cert.clone().zip(global.key.clone()) },
+            },
+            token_file: global.token_file.clone(),
             format: global.output.unwrap_or(by_default),
             quiet: global.quiet,
         }
     }
 
     pub async fn connect(&self) -> Result<Client, Failure> {
-        Ok(Client::connect(&self.endpoint).await?)
+        let options = Options { token: self.token()?, ..self.options.clone() };
+        Ok(Client::connect_with(&self.endpoint, &options).await?)
+    }
+
+    /// The token to show; the file counts for more than the environment.
+    fn token(&self) -> Result<Option<String>, Failure> {
+        let Some(path) = &self.token_file else {
+            return Ok(std::env::var("TORPOR_TOKEN").ok().filter(|token| !token.is_empty()));
+        };
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| Failure::usage(format!("token file '{}': {e}", path.display())))?;
+        let token = text.trim().to_owned();
+        if token.is_empty() {
+            return Err(Failure::usage(format!("token file '{}' is empty", path.display())));
+        }
+        Ok(Some(token))
     }
 
     /// Whether somebody watches: progress goes to standard error, and only to a terminal.

@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::Value;
 use torpor_netpool::{CpuSet, Loan, Slot};
-use torpor_sandbox::{Run, SandboxId, SandboxName, SandboxSpec};
+use torpor_sandbox::{Run, SandboxId, SandboxName, SandboxSpec, spec::{DEFAULT_WORKSPACE, qualified}};
 
 use crate::store::{NewSandbox, StateLock, StoreError, rescue};
 
@@ -186,14 +186,18 @@ fn found_in(
 ) -> Result<rescue::Found, String> {
     let path = storage.join(id.as_str()).join("spec.json");
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let spec: SandboxSpec = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
-    let mut name = spec.hostname.clone();
-    if name.parse::<SandboxName>().is_err() || names.contains(&name) {
-        name = format!("found-{}", id.as_str().trim_start_matches("sb-"));
+    let mut spec: SandboxSpec = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    // It is a part of names.
+    if spec.workspace.parse::<SandboxName>().is_err() {
+        spec.workspace = DEFAULT_WORKSPACE.to_owned();
+    }
+    let mut name = qualified(&spec.workspace, &spec.hostname);
+    if spec.hostname.parse::<SandboxName>().is_err() || names.contains(&name) {
+        name = qualified(&spec.workspace, &format!("found-{}", id.as_str().trim_start_matches("sb-")));
     }
     names.insert(name.clone());
     let minutes = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() / 60);
-    let new = NewSandbox { id: id.clone(), name, labels: BTreeMap::new(), spec };
+    let new = NewSandbox { id: id.clone(), name, labels: BTreeMap::new(), annotations: BTreeMap::new(), spec };
     let loan = loan(run_dir, id);
     let container = container_run(run_dir, id);
     let runs = loan.is_some() || container.is_some();

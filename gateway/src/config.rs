@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use torpor_netpool::PoolConfig;
 
 /// What can stand in `drivers`.
-const DRIVERS: [&str; 4] = ["vm", "docker", "podman", "sim"];
+const DRIVERS: [&str; 5] = ["vm", "docker", "podman", "kubernetes", "sim"];
 
 /// Everything that can be configured. Every key has a default; docs/guide/configuration.md lists them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -16,9 +16,20 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Sockets and pid files of what runs; best on a tmpfs.
     pub run_dir: PathBuf,
-    /// Where clients connect: "unix:///PATH" (mode 0600).
+    /// Where clients connect: "unix:///PATH".
     pub listen: String,
-    /// Drivers to offer: "vm", "docker", "podman", "sim" (runs nothing; for tests).
+    /// Who may connect there: the socket's mode, octal.
+    pub socket_mode: String,
+    /// Who may do everything, beside root and the gateway's own user: "uid:1000", "cert:NAME", "oidc:SUBJECT".
+    pub admins: std::collections::BTreeSet<String>,
+    /// Where clients connect by TCP.
+    pub tcp: Vec<TcpConfig>,
+    /// What is said in HTTP beside gRPC.
+    pub http: HttpConfig,
+    /// Whose bearer tokens are trusted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oidc: Option<OidcConfig>,
+    /// Drivers to offer: "vm", "docker", "podman", "kubernetes", "sim" (runs nothing; for tests).
     pub drivers: Vec<String>,
     /// The driver of requests that name none; the first of `drivers` when empty.
     pub default_driver: String,
@@ -34,6 +45,8 @@ pub struct Config {
     pub boot_timeout_seconds: u64,
     /// How long compute that no record knows may be there before it is ended, seconds; its storage stays.
     pub orphan_grace_seconds: u64,
+    /// Whether sandboxes that are there may be changed.
+    pub enable_sandbox_updates: bool,
     /// Name servers for guests; the host's own when empty.
     pub nameservers: Vec<std::net::Ipv4Addr>,
     /// What a create need not say.
@@ -46,9 +59,113 @@ pub struct Config {
     pub docker: EngineConfig,
     /// The podman driver.
     pub podman: EngineConfig,
+    /// The kubernetes driver.
+    pub kubernetes: crate::kubernetes::KubernetesSection,
     /// Changes that share a commit, at most; 0: as many as is good. For measurements, not in files.
     #[serde(skip)]
     pub commit_group: usize,
+}
+
+/// A TCP listener.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TcpConfig {
+    /// "ADDRESS:PORT".
+    pub address: std::net::SocketAddr,
+    /// The server's certificate with those between it and its root, PEM.
+    #[serde(default)]
+    pub certificate: PathBuf,
+    /// Its key, PEM.
+    #[serde(default)]
+    pub key: PathBuf,
+    /// Whose client certificates are trusted, PEM; empty: no client shows one.
+    #[serde(default)]
+    pub client_ca: PathBuf,
+    /// Without TLS; on a loopback address only.
+    #[serde(default)]
+    pub plaintext: bool,
+    /// What clients without a token may do there; with plaintext only.
+    #[serde(default)]
+    pub anonymous: Anonymous,
+}
+
+/// What clients of a plaintext listener may do without a token.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Anonymous {
+    /// Nothing.
+    #[default]
+    None,
+    /// See everything.
+    Viewer,
+    /// Use everything.
+    Editor,
+    /// Everything.
+    Admin,
+}
+
+impl Anonymous {
+    /// The rights.
+    pub fn grant(self) -> Option<crate::access::Grant> {
+        use crate::{access::Grant, store::Role};
+        match self {
+            Self::None => None,
+            Self::Viewer => Some(Grant::Fixed { role: Role::Viewer, workspace: None }),
+            Self::Editor => Some(Grant::Fixed { role: Role::Editor, workspace: None }),
+            Self::Admin => Some(Grant::Admin),
+        }
+    }
+}
+
+/// What is said in HTTP beside gRPC.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct HttpConfig {
+    /// Origins whose pages may use the API, "https://console.example.com"; "*": all.
+    pub origins: Vec<String>,
+    /// The domain below which exposed ports have names, "PORT--NAME.DOMAIN"; empty: they have none.
+    pub expose_domain: String,
+}
+
+impl HttpConfig {
+    fn validate(&self) -> Result<(), ConfigError> {
+        let wrong = |key, problem| Err(ConfigError::Value { key, problem });
+        let is_origin = |text: &str| {
+            let host = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
+            host.is_some_and(|host| host.parse::<http::uri::Authority>().is_ok_and(|a| !a.as_str().contains('@')))
+        };
+        if let Some(odd) = self.origins.iter().find(|one| *one != "*" && !is_origin(one)) {
+            let problem = format!("'{odd}' is neither \"*\" nor an origin like https://console.example.com");
+            return wrong("http.origins", problem);
+        }
+        let label = |label: &str| {
+            let whole = label.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+            whole && (1..=63).contains(&label.len()) && !label.starts_with('-') && !label.ends_with('-')
+        };
+        if !self.expose_domain.is_empty() && !self.expose_domain.split('.').all(label) {
+            return wrong("http.expose_domain", format!("'{}' is no domain name", self.expose_domain));
+        }
+        Ok(())
+    }
+}
+
+/// An OIDC issuer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OidcConfig {
+    /// What tokens must have as `iss`.
+    pub issuer: String,
+    /// What they must have as `aud`.
+    pub audience: String,
+    /// Its JSON Web Key Set: a file, or an https:// URL.
+    pub jwks: String,
+    /// The claim that names the subject.
+    #[serde(default = "subject_claim")]
+    pub subject_claim: String,
+}
+
+fn subject_claim() -> String {
+    "sub".to_owned()
 }
 
 /// A container engine.
@@ -152,6 +269,11 @@ impl Default for Config {
             state_dir: "/var/lib/torpor".into(),
             run_dir: "/run/torpor".into(),
             listen: "unix:///run/torpor/gateway.sock".to_owned(),
+            socket_mode: "0600".to_owned(),
+            admins: std::collections::BTreeSet::new(),
+            tcp: Vec::new(),
+            http: HttpConfig::default(),
+            oidc: None,
             drivers: vec!["vm".to_owned()],
             default_driver: String::new(),
             agent: PathBuf::new(),
@@ -159,12 +281,14 @@ impl Default for Config {
             first_uid: torpor_driver_vm::FIRST_UID,
             machine: "auto".to_owned(),
             boot_timeout_seconds: 60,
+            enable_sandbox_updates: false,
             nameservers: Vec::new(),
             defaults: Defaults::default(),
             network: PoolConfig::default(),
             limits: Limits::default(),
             docker: EngineConfig::default(),
             podman: EngineConfig::default(),
+            kubernetes: crate::kubernetes::KubernetesSection::default(),
             orphan_grace_seconds: 600,
             commit_group: 0,
         }
@@ -200,6 +324,31 @@ pub enum ConfigError {
     },
 }
 
+impl TcpConfig {
+    fn validate(&self) -> Result<(), ConfigError> {
+        let wrong = |problem: String| {
+            Err(ConfigError::Value { key: "tcp", problem: format!("{}: {problem}", self.address) })
+        };
+        let given = |path: &Path| !path.as_os_str().is_empty();
+        if self.plaintext {
+            if !self.address.ip().is_loopback() {
+                return wrong("plaintext is for loopback addresses; give a `certificate` and `key`".to_owned());
+            }
+            if given(&self.certificate) || given(&self.key) || given(&self.client_ca) {
+                return wrong("certificates mean nothing with `plaintext = true`".to_owned());
+            }
+            return Ok(());
+        }
+        if !given(&self.certificate) || !given(&self.key) {
+            return wrong("a `certificate` and a `key` are needed (or `plaintext = true` on loopback)".to_owned());
+        }
+        if self.anonymous != Anonymous::None {
+            return wrong("`anonymous` is for plaintext listeners".to_owned());
+        }
+        Ok(())
+    }
+}
+
 impl Config {
     /// Reads a file.
     ///
@@ -222,6 +371,16 @@ impl Config {
         }
         if self.socket().is_none() {
             return wrong("listen", format!("'{}' is not unix:///PATH", self.listen));
+        }
+        if self.mode().is_none() {
+            return wrong("socket_mode", format!("'{}' is no octal mode like 0600", self.socket_mode));
+        }
+        self.tcp.iter().try_for_each(TcpConfig::validate)?;
+        self.http.validate()?;
+        if let Some(oidc) = &self.oidc
+            && !(oidc.jwks.starts_with("https://") || oidc.jwks.starts_with('/'))
+        {
+            return wrong("oidc.jwks", format!("'{}' is neither an absolute path nor https://", oidc.jwks));
         }
         if self.drivers.is_empty() {
             return wrong("drivers", format!("at least one is needed: {}", DRIVERS.join(", ")));
@@ -247,6 +406,11 @@ impl Config {
             "" => self.drivers.first().map_or("", String::as_str),
             name => name,
         }
+    }
+
+    /// The socket's mode.
+    pub fn mode(&self) -> Option<u32> {
+        u32::from_str_radix(&self.socket_mode, 8).ok().filter(|mode| *mode <= 0o777)
     }
 
     /// The socket's path.
@@ -325,6 +489,23 @@ mod tests {
     fn an_unknown_key_is_refused_by_name() {
         let error = toml::from_str::<Config>("state_dirr = '/x'").unwrap_err().to_string();
         assert!(error.contains("state_dirr"), "{error}");
+    }
+
+    #[test]
+    fn odd_origins_and_domains_are_refused() {
+        let with = |origin: &str, domain: &str| {
+            let http = HttpConfig { origins: vec![origin.to_owned()], expose_domain: domain.to_owned() };
+            Config { http, ..Config::default() }.validate().map_err(|error| error.to_string())
+        };
+        for origin in ["*", "https://console.example.com", "http://localhost:3000"] {
+            with(origin, "apps.example.com").unwrap();
+        }
+        for origin in ["console.example.com", "https://a/b", "https://", "https://u@a", "null"] {
+            assert!(with(origin, "").unwrap_err().contains("http.origins"), "{origin}");
+        }
+        for domain in [".example.com", "a..b", "a_b.c", "-a.b", "*.example.com", "example.com:80"] {
+            assert!(with("*", domain).unwrap_err().contains("http.expose_domain"), "{domain}");
+        }
     }
 
     #[test]

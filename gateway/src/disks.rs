@@ -59,10 +59,10 @@ pub enum ExportStep {
 pub type Steps<T> = mpsc::Receiver<Result<T, ApiError>>;
 
 /// A sandbox at rest (or, to grow its disk, Ready), and the right to work on its disk.
-struct AtRest {
-    record: Record,
-    driver: Arc<dyn ComputeDriver>,
-    guard: Guard,
+pub(crate) struct AtRest {
+    pub record: Record,
+    pub driver: Arc<dyn ComputeDriver>,
+    pub guard: Guard,
 }
 
 impl Service {
@@ -206,7 +206,7 @@ impl Service {
     }
 
     /// Takes the right to work on the disk of a sandbox that is, and stays, at rest.
-    async fn at_rest(&self, target: &Target, kind: Kind) -> Result<AtRest, ApiError> {
+    pub(crate) async fn at_rest(&self, target: &Target, kind: Kind) -> Result<AtRest, ApiError> {
         let record = self.store.get(&target.sandbox).await?;
         let guard = self.maintenance.begin(&record.id, kind, &self.end).map_err(|refused| {
             let Refused::Busy(running) = refused else { return too_many(&record, kind) };
@@ -383,6 +383,7 @@ fn rests(record: &Record, kind: Kind) -> Result<(), ApiError> {
         Phase::Suspending if state.then.is_none() => format!("torpor wait {name} --for Suspended"),
         Phase::Stopping if state.then.is_none() => format!("torpor wait {name} --for Stopped"),
         Phase::Deleting => String::new(),
+        _ if kind == Kind::Update => format!("torpor stop {name}"),
         _ => format!("torpor suspend {name}"),
     };
     Err(not_at_rest(record, kind, &next))

@@ -86,7 +86,8 @@ impl Check {
         Self { level: Level::Warn, advice: advice.into(), ..Self::ok(name, finding) }
     }
 
-    fn fail(name: &'static str, finding: impl Into<String>, advice: impl Into<String>) -> Self {
+    /// Sandboxes can't run.
+    pub fn fail(name: &'static str, finding: impl Into<String>, advice: impl Into<String>) -> Self {
         Self { level: Level::Fail, advice: advice.into(), ..Self::ok(name, finding) }
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use torpor_sandbox::{DriverError, Failure, InvalidSpec, Phase};
 
-use crate::store::{Record, StoreError};
+use crate::store::{Kind, Problem, Record, StoreError};
 
 /// When a request that was refused for too much work at once may be made again.
 pub const RETRY_AFTER: std::time::Duration = std::time::Duration::from_millis(500);
@@ -23,6 +23,8 @@ pub enum Code {
     Unavailable,
     DeadlineExceeded,
     Unimplemented,
+    Unauthenticated,
+    PermissionDenied,
     Internal,
 }
 
@@ -166,7 +168,7 @@ impl From<StoreError> for ApiError {
                 .with("version", found.to_string())
                 .with("next", format!("torpor get {name}")),
             StoreError::Refused { name, refusal } => {
-                let error = Self::new(Code::FailedPrecondition, "WRONG_PHASE", message)
+                let error = Self::new(Code::FailedPrecondition, refusal.reason, message)
                     .with("sandbox", &name)
                     .with("phase", refusal.phase.as_str());
                 match refusal.next {
@@ -184,6 +186,24 @@ impl From<StoreError> for ApiError {
                 Self::new(Code::ResourceExhausted, "TOO_MANY_PORTS", message)
                     .with("next", format!("torpor expose remove {name} PORT"))
             }
+            StoreError::NoWorkspace(_) => Self::new(Code::NotFound, "WORKSPACE_NOT_FOUND", message)
+                .with("next", "torpor workspace list"),
+            StoreError::WorkspaceTaken(_) => Self::new(Code::AlreadyExists, "WORKSPACE_TAKEN", message),
+            StoreError::WorkspaceInUse { name, .. } => {
+                Self::new(Code::FailedPrecondition, "WORKSPACE_IN_USE", message)
+                    .with("next", format!("torpor list --workspace {name}"))
+            }
+            StoreError::TooMany { .. } => Self::new(Code::ResourceExhausted, "TOO_MANY", message),
+            StoreError::Foreign(problem) => Self::of_foreign(&problem, message),
+            StoreError::NoTemplate(_) => Self::new(Code::NotFound, "TEMPLATE_NOT_FOUND", message)
+                .with("next", "torpor template list"),
+            StoreError::TemplateTaken(name) => Self::new(Code::AlreadyExists, "TEMPLATE_TAKEN", message)
+                .with("next", format!("torpor template get {name}")),
+            StoreError::StaleTemplate { name, found, .. } => {
+                Self::new(Code::Aborted, "STALE_VERSION", message)
+                    .with("version", found.to_string())
+                    .with("next", format!("torpor template get {name}"))
+            }
             StoreError::RequestReused(_) => Self::new(Code::InvalidArgument, "REQUEST_ID_REUSED", message),
             StoreError::Exhausted(_) => Self::new(Code::ResourceExhausted, "EXHAUSTED", message),
             StoreError::NeverFits(_) => Self::new(Code::InvalidArgument, "NEVER_FITS", message),
@@ -195,6 +215,24 @@ impl From<StoreError> for ApiError {
             StoreError::Injected(_) => Self::new(Code::Unavailable, "INJECTED", message),
             StoreError::Closed => Self::new(Code::Unavailable, "SHUTTING_DOWN", message),
             _ => Self::internal(message),
+        }
+    }
+}
+
+impl ApiError {
+    fn of_foreign(problem: &Problem, message: String) -> Self {
+        let named = |kind: &Kind, what: &str| format!("{}_{what}", kind.as_str().to_uppercase());
+        match problem {
+            Problem::Missing { kind, .. } => Self::new(Code::NotFound, named(kind, "NOT_FOUND"), message),
+            Problem::Taken { kind, .. } => Self::new(Code::AlreadyExists, named(kind, "TAKEN"), message),
+            Problem::InUse { kind, .. } => Self::new(Code::FailedPrecondition, named(kind, "IN_USE"), message),
+            Problem::Stale { found, .. } => {
+                Self::new(Code::Aborted, "STALE_VERSION", message).with("version", found.to_string())
+            }
+            Problem::TooLarge { .. } => Self::new(Code::InvalidArgument, "TOO_LARGE", message),
+            Problem::Invalid { field, .. } => {
+                Self::new(Code::InvalidArgument, "INVALID_ARGUMENT", message).with("field", *field)
+            }
         }
     }
 }

@@ -26,7 +26,7 @@ use crate::{
     forward::{self, Forward, NoForward},
     http,
     service::Service,
-    store::{Exposed, Record, StoreError},
+    store::{Exposed, NewExposed, Record, StoreError},
 };
 
 /// Connections to all exposed ports at once; more are told to come again.
@@ -42,6 +42,9 @@ const SERVER_AGAIN: Duration = Duration::from_millis(100);
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
 /// How often addresses that can't be listened on are tried again.
 const LISTEN_AGAIN: Duration = Duration::from_secs(15);
+
+/// Where the host listens when nobody says where.
+const FREE_PORT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 type Key = (SandboxId, u16);
 
@@ -116,7 +119,61 @@ impl Listeners {
     }
 }
 
+/// A port that a create wants exposed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExposeWish {
+    /// The sandbox's.
+    pub port: u32,
+    /// Where the host listens; none: a free port of 127.0.0.1.
+    pub host: Option<String>,
+    /// A connection resumes the sandbox.
+    pub wake: bool,
+}
+
+/// Sockets for the ports of a sandbox that is about to be made. While they are here, no row and no socket changes.
+pub struct OpenPorts<'a> {
+    open: Vec<(NewExposed, TcpListener)>,
+    _changing: Option<tokio::sync::MutexGuard<'a, ()>>,
+}
+
+impl OpenPorts<'_> {
+    /// As they are to be written.
+    pub fn wanted(&self) -> Vec<NewExposed> {
+        self.open.iter().map(|(port, _)| port.clone()).collect()
+    }
+}
+
 impl Service {
+    /// Listens for the ports of a sandbox that is about to be made.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` for a port or address that is none, or is named twice; `ALREADY_EXISTS` for one that is in use.
+    pub(crate) async fn open_ports(&self, wishes: Vec<ExposeWish>) -> Result<OpenPorts<'_>, ApiError> {
+        let mut ports = OpenPorts { open: Vec::new(), _changing: None };
+        if wishes.is_empty() {
+            return Ok(ports);
+        }
+        ports._changing = Some(self.listeners.changing.lock().await);
+        for ExposeWish { port, host, wake } in wishes {
+            let port = port_of(port).map_err(|error| ApiError::invalid("expose", error))?;
+            if ports.open.iter().any(|(other, _)| other.port == port) {
+                return Err(ApiError::invalid("expose", format!("port {port} is named twice")));
+            }
+            let address = host.as_deref().map(parse_host).transpose()?.unwrap_or(FREE_PORT);
+            let (socket, host) = open(address).await?;
+            ports.open.push((NewExposed { port, host, wake }, socket));
+        }
+        Ok(ports)
+    }
+
+    /// Takes connections for a sandbox that was just made.
+    pub(crate) fn listen_for(self: &Arc<Self>, record: &Record, ports: OpenPorts<'_>) {
+        for (NewExposed { port, host, wake }, socket) in ports.open {
+            let (sandbox, name, created) = (record.id.clone(), record.name.clone(), record.created);
+            self.listen(&Exposed { sandbox, name, port, host, wake, created }, Ok(socket));
+        }
+    }
+
     /// Exposes a port, or changes how it is exposed.
     ///
     /// # Errors
@@ -142,10 +199,7 @@ impl Service {
             let row = self.store.expose(&id, port, kept, wake).await?;
             return Ok(self.listeners.view(row));
         }
-        let loopback = SocketAddr::from((IpAddr::V4(Ipv4Addr::LOCALHOST), 0));
-        let address = kept.or(wanted).unwrap_or(loopback);
-        let socket = TcpListener::bind(address).await.map_err(|error| cannot_listen(address, &error))?;
-        let address = socket.local_addr().map_err(ApiError::internal)?;
+        let (socket, address) = open(kept.or(wanted).unwrap_or(FREE_PORT)).await?;
         let row = self.store.expose(&id, port, address, wake).await?;
         self.listen(&row, Ok(socket));
         Ok(self.listeners.view(row))
@@ -349,7 +403,7 @@ impl Port {
         let why = format!("a connection to port {}", self.port);
         let (record, channel, session, woken) = service.reach(&self.id, wake, &why).await?;
         let opened = tokio::select! {
-            opened = self.open(channel, woken) => opened,
+            opened = connect(channel, self.port, woken) => opened,
             () = session.cancelled() => {
                 return Err(ApiError::not_ready(&service.store.get(self.id.as_str()).await?));
             }
@@ -365,15 +419,18 @@ impl Port {
             Err(error) => Err(error.answer(&record, self.port)),
         }
     }
+}
 
-    /// A server in a sandbox that was just woken may take a while to listen.
-    async fn open(&self, channel: Channel, woken: bool) -> Result<Forward, NoForward> {
-        let until = Instant::now() + if woken { SERVER_LIMIT } else { Duration::ZERO };
-        loop {
-            match forward::open(channel.clone(), self.port).await {
-                Err(NoForward::Refused(_)) if Instant::now() < until => sleep(SERVER_AGAIN).await,
-                opened => return opened,
-            }
+/// Connects to a port. A server in a sandbox that was just woken may take a while to listen.
+///
+/// # Errors
+/// Why there is no connection.
+pub async fn connect(channel: Channel, port: u16, woken: bool) -> Result<Forward, NoForward> {
+    let until = Instant::now() + if woken { SERVER_LIMIT } else { Duration::ZERO };
+    loop {
+        match forward::open(channel.clone(), port).await {
+            Err(NoForward::Refused(_)) if Instant::now() < until => sleep(SERVER_AGAIN).await,
+            opened => return opened,
         }
     }
 }
@@ -394,6 +451,12 @@ impl Drop for Counted<'_> {
     fn drop(&mut self) {
         self.connections.fetch_sub(1, Ordering::Relaxed);
     }
+}
+
+async fn open(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ApiError> {
+    let socket = TcpListener::bind(address).await.map_err(|error| cannot_listen(address, &error))?;
+    let address = socket.local_addr().map_err(ApiError::internal)?;
+    Ok((socket, address))
 }
 
 fn parse_host(text: &str) -> Result<SocketAddr, ApiError> {

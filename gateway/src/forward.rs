@@ -3,11 +3,8 @@
 
 use bytes::{Bytes, BytesMut};
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::{
-        TcpStream,
-        tcp::{ReadHalf, WriteHalf},
-    },
+    io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, DuplexStream},
+    net::TcpStream,
     sync::mpsc,
 };
 use tokio_stream::wrappers::ReceiverStream;
@@ -117,6 +114,18 @@ pub async fn carry(stream: &mut TcpStream, forward: Forward, end: &CancellationT
     }
 }
 
+/// The same for a connection within the gateway. Its end is all that the other side sees: whoever reads HTTP there knows
+/// from its lengths whether it was whole.
+pub async fn carry_stream(stream: DuplexStream, forward: Forward, end: &CancellationToken) {
+    let Forward { input, output } = forward;
+    let (read, write) = tokio::io::split(stream);
+    tokio::select! {
+        // How it ended is the other side's to find out.
+        _ = async { tokio::try_join!(upwards(read, &input), downwards(output, write)) } => {}
+        () = end.cancelled() => {}
+    }
+}
+
 /// Makes the connection end as a broken one when it is dropped.
 pub fn reset(stream: &TcpStream) {
     // Without it the other side sees an end in place of a break.
@@ -127,7 +136,7 @@ pub fn reset(stream: &TcpStream) {
 struct Broken;
 
 /// From the host into the sandbox.
-async fn upwards(mut read: ReadHalf<'_>, input: &mpsc::Sender<ForwardInput>) -> Result<(), Broken> {
+async fn upwards(mut read: impl AsyncRead + Unpin, input: &mpsc::Sender<ForwardInput>) -> Result<(), Broken> {
     let mut buffer = BytesMut::new();
     loop {
         buffer.reserve(PIECE);
@@ -145,7 +154,10 @@ async fn upwards(mut read: ReadHalf<'_>, input: &mpsc::Sender<ForwardInput>) -> 
 }
 
 /// From the sandbox to the host.
-async fn downwards(mut output: Streaming<ForwardOutput>, mut write: WriteHalf<'_>) -> Result<(), Broken> {
+async fn downwards(
+    mut output: Streaming<ForwardOutput>,
+    mut write: impl AsyncWrite + Unpin,
+) -> Result<(), Broken> {
     loop {
         match next(&mut output).await {
             Some(Piece::Data(data)) => write.write_all(&data).await.map_err(|_| Broken)?,

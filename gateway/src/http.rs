@@ -54,34 +54,54 @@ async fn drain(stream: &mut TcpStream) {
     }
 }
 
-/// 502: the sandbox is Ready and its server isn't there. 503: everything else.
-fn response(error: &ApiError) -> String {
-    let status = match error.reason.as_str() {
-        "PORT_CLOSED" => "502 Bad Gateway",
-        _ => "503 Service Unavailable",
-    };
-    let known = |key: &str| error.metadata.get(key).map(String::as_str).unwrap_or_default();
-    let mut body = format!("{}\n", error.message);
-    if !known("next").is_empty() {
-        // Writing to a String can't fail.
-        let _ = writeln!(body, "next: {}", known("next"));
-    }
-    let mut head = format!("HTTP/1.1 {status}\r\n");
-    let waits =
-        matches!(error.code, Code::ResourceExhausted | Code::Unavailable) || error.reason == "NOT_READY";
-    for (name, value) in [
-        ("content-type", "text/plain; charset=utf-8"),
-        ("content-length", &body.len().to_string()),
-        ("connection", "close"),
-        ("cache-control", "no-store"),
-        ("retry-after", if waits { "2" } else { "" }),
-        ("x-torpor-sandbox", known("sandbox")),
-        ("x-torpor-phase", known("phase")),
-        ("x-torpor-reason", &error.reason),
-    ] {
-        if !value.is_empty() {
-            let _ = write!(head, "{name}: {}\r\n", value.replace(|c: char| c.is_control(), " "));
+/// An answer: why there is no connection.
+pub struct Said {
+    /// Number and reason phrase.
+    pub status: (u16, &'static str),
+    /// Without those of the connection.
+    pub headers: Vec<(&'static str, String)>,
+    /// Plain text.
+    pub body: String,
+}
+
+impl Said {
+    /// 502: the sandbox is Ready and its server isn't there. 404: nothing is exposed there. 503: everything else.
+    pub fn of(error: &ApiError) -> Self {
+        let status = match error.reason.as_str() {
+            "PORT_CLOSED" | "BAD_GATEWAY" => (502, "Bad Gateway"),
+            "PORT_NOT_EXPOSED" => (404, "Not Found"),
+            "INVALID_ARGUMENT" => (400, "Bad Request"),
+            _ => (503, "Service Unavailable"),
+        };
+        let known = |key: &str| error.metadata.get(key).cloned().unwrap_or_default();
+        let mut body = format!("{}\n", error.message);
+        if !known("next").is_empty() {
+            // Writing to a String can't fail.
+            let _ = writeln!(body, "next: {}", known("next"));
         }
+        let waits = status.0 == 503
+            && (matches!(error.code, Code::ResourceExhausted | Code::Unavailable)
+                || error.reason == "NOT_READY");
+        let headers = [
+            ("content-type", "text/plain; charset=utf-8".to_owned()),
+            ("cache-control", "no-store".to_owned()),
+            ("retry-after", if waits { "2".to_owned() } else { String::new() }),
+            ("x-torpor-sandbox", known("sandbox")),
+            ("x-torpor-phase", known("phase")),
+            ("x-torpor-reason", error.reason.clone()),
+        ];
+        let headers = headers.into_iter().filter(|(_, value)| !value.is_empty());
+        let plain = |value: String| value.replace(|c: char| c.is_control(), " ");
+        Self { status, headers: headers.map(|(name, value)| (name, plain(value))).collect(), body }
+    }
+}
+
+fn response(error: &ApiError) -> String {
+    let Said { status: (number, phrase), headers, body } = Said::of(error);
+    let mut head =
+        format!("HTTP/1.1 {number} {phrase}\r\ncontent-length: {}\r\nconnection: close\r\n", body.len());
+    for (name, value) in headers {
+        let _ = write!(head, "{name}: {value}\r\n");
     }
     format!("{head}\r\n{body}")
 }

@@ -5,6 +5,7 @@
 //! ```
 //! Only `store/` knows SQL, only `reconcile` calls a driver's verbs, only `api/` knows wire types.
 
+mod access;
 pub mod admin;
 mod api;
 mod byid;
@@ -13,12 +14,16 @@ mod disks;
 pub mod doctor;
 mod drivers;
 mod egress;
+mod endpoints;
 mod engines;
 mod error;
 mod expose;
 pub mod fixes;
 mod forward;
 mod http;
+pub mod kubernetes;
+mod listen;
+mod mainlog;
 mod maintenance;
 mod orphans;
 mod pressure;
@@ -28,7 +33,11 @@ mod serve;
 mod service;
 mod sessions;
 pub mod simworld;
+mod ssh;
 mod store;
+mod templates;
+mod update;
+mod web;
 
 pub use config::{Config, ConfigError};
 pub use drivers::Drivers;

@@ -28,6 +28,8 @@ pub enum Kind {
     Rewrite,
     /// It is handed out.
     Export,
+    /// Its sandbox is changed, and it perhaps made larger.
+    Update,
 }
 
 impl Kind {
@@ -39,6 +41,7 @@ impl Kind {
             Self::Compact => "disk compact",
             Self::Rewrite => "disk compact --rewrite",
             Self::Export => "disk export",
+            Self::Update => "update",
         }
     }
 
@@ -50,6 +53,7 @@ impl Kind {
             Self::Compact => "waiting for disk compact",
             Self::Rewrite => "waiting for disk compact --rewrite",
             Self::Export => "waiting for disk export",
+            Self::Update => "waiting for update",
         }
     }
 

@@ -78,6 +78,12 @@ impl Progress {
         self.update(id, |now| now.trouble = Some(trouble));
     }
 
+    /// Something else that is not durable was noticed of a sandbox: whoever watches looks again.
+    pub fn noticed(&self, id: &SandboxId) {
+        // Nobody listens.
+        let _ = self.changed.send(id.clone());
+    }
+
     /// Nothing is under way.
     pub fn clear(&self, id: &SandboxId) {
         self.lock().remove(id);

@@ -3,7 +3,6 @@
 use std::{
     collections::BTreeSet,
     fs::File,
-    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     sync::Arc,
     time::SystemTime,
@@ -11,16 +10,18 @@ use std::{
 
 use futures::{StreamExt as _, TryStreamExt as _};
 use nix::fcntl::{Flock, FlockArg};
-use tokio::{net::UnixListener, task::JoinHandle};
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Server;
+use tonic::service::Routes;
 use torpor_driver_container::{ContainerConfig, ContainerDriver, Engine};
+use torpor_driver_kubernetes::KubernetesDriver;
 use torpor_driver_vm::{Standing, VmConfig, VmDriver};
 use torpor_images::{Catalog, Kernels};
 use torpor_netpool::{CpuSet, Topology, linux, policy::Budget};
+use torpor_proto::openshell::v1::open_shell_server::OpenShellServer;
 use torpor_proto::v1::{
-    gateway_server::GatewayServer, images_server::ImagesServer, sandboxes_server::SandboxesServer,
+    access_server::AccessServer, files_server::FilesServer, gateway_server::GatewayServer,
+    images_server::ImagesServer, sandboxes_server::SandboxesServer, templates_server::TemplatesServer, workspaces_server::WorkspacesServer,
 };
 use torpor_sandbox::{
     ComputeDriver, Event, Phase, SandboxId,
@@ -30,10 +31,14 @@ use torpor_sandbox::{
 };
 
 use crate::{
-    api::{GatewayApi, ImagesApi, SandboxesApi},
+    access::{Access, Audit, Guard, Oidc},
+    api::{AccessApi, FilesApi, GatewayApi, ImagesApi, OpenShellApi, SandboxesApi, TemplatesApi, WorkspacesApi},
     config::{Config, ConfigError, EngineConfig, Pinning},
     drivers::Drivers,
+    endpoints::Endpoints,
     expose::Listeners,
+    listen,
+    mainlog::MainLogs,
     orphans::Orphans,
     pressure::Pressure,
     progress::Progress,
@@ -42,14 +47,11 @@ use crate::{
     sessions::Sessions,
     simworld,
     store::{PoolLimits, Store, StoreError, rescue},
+    web,
 };
 
 /// Largest message of a client, bytes; exec streams in pieces of their own.
 const LARGEST_MESSAGE: usize = 8 << 20;
-/// What may wait unread in one call of a client, bytes.
-const STREAM_WINDOW: u32 = 1 << 20;
-/// In all calls of a connection: far more than is ever reached, so that no call stops the others.
-const CONNECTION_WINDOW: u32 = 1 << 30;
 /// How often all that is lent is compared with what the kernel has.
 const SWEEP: std::time::Duration = std::time::Duration::from_secs(180);
 /// How often the network of running sandboxes is looked after.
@@ -83,6 +85,9 @@ pub enum ServeError {
         /// Why.
         source: torpor_driver_container::ConfigError,
     },
+    /// The kubernetes driver.
+    #[error("kubernetes driver: {0}")]
+    Kubernetes(#[from] torpor_driver_kubernetes::ConfigError),
     /// The sim driver's world.
     #[error("sim driver: its world below the state directory: {0}")]
     Sim(#[source] std::io::Error),
@@ -91,11 +96,11 @@ pub enum ServeError {
         "no static guest agent 'torpor-agent' was found where the configuration's `agent` says, beside the executable or in /usr/lib/torpor; build it with `cargo xtask agent`"
     )]
     NoAgent,
-    /// The socket.
-    #[error("listen on '{}': {source}", path.display())]
+    /// The socket, or a TCP address.
+    #[error("listen on '{at}': {source}")]
     Listen {
-        /// The path.
-        path: PathBuf,
+        /// Its path or address.
+        at: String,
         /// Why.
         source: std::io::Error,
     },
@@ -118,6 +123,9 @@ pub enum ServeError {
     /// gRPC.
     #[error("gRPC server: {0}")]
     Grpc(#[from] tonic::transport::Error),
+    /// REST.
+    #[error(transparent)]
+    Rest(#[from] torpor_rest::RestError),
     /// The host's size.
     #[error("cannot read the host's size: {0}")]
     Host(std::io::Error),
@@ -154,7 +162,7 @@ async fn wait_for_signal() {
 /// A gateway that serves.
 pub struct Gateway {
     end: CancellationToken,
-    server: JoinHandle<()>,
+    servers: Vec<JoinHandle<()>>,
     turns: JoinHandle<()>,
     ports: JoinHandle<()>,
     reconciler: Arc<Reconciler>,
@@ -192,7 +200,10 @@ impl Gateway {
         });
         hit("serve.store_opened").map_err(StoreError::from)?;
         // Before anything of the host is touched: another gateway may be there.
-        let listener = listen(&socket)?;
+        let mut listeners = vec![listen::unix(&socket, config.mode().unwrap_or(0o600))?];
+        for one in &config.tcp {
+            listeners.push(listen::tcp(one).await?);
+        }
         hit("serve.listening").map_err(StoreError::from)?;
         let end = CancellationToken::new();
         refuse_lost_database(&store, &config.state_dir).await?;
@@ -215,6 +226,7 @@ impl Gateway {
             drivers: drivers.clone(),
             progress: Arc::new(Progress::default()),
             sessions: Arc::new(Sessions::default()),
+            main_logs: Arc::new(MainLogs::new(&config.state_dir)),
             maintenance: Arc::default(),
             pressure: Arc::new(Pressure::new(config.state_dir.clone(), config.limits.disk_reserve())),
             images: Catalog::open(&config.state_dir)?,
@@ -223,6 +235,8 @@ impl Gateway {
             building: tokio::sync::Mutex::default(),
             defaults: config.defaults.clone(),
             default_egress: torpor_driver_vm::egress::from_pool(&config.network.egress),
+            endpoints: Endpoints::default(),
+            updates: config.enable_sandbox_updates,
             listeners: Listeners::default(),
             host,
             budget,
@@ -233,8 +247,22 @@ impl Gateway {
             tracing::warn!(armed, "this gateway was built with failpoints, for tests");
         }
         let ports = tokio::spawn(service.clone().look_after_ports());
+        tokio::spawn(service.clone().look_at_endpoints());
+        tokio::spawn(service.clone().look_after_main_logs());
         let orphan_grace = config.orphan_grace_seconds;
-        let server = tokio::spawn(run_server(listener, service, gateway_id, config, end.clone()));
+        let access = Access::open(
+            store.clone(),
+            config.admins.clone(),
+            config.oidc.clone().map(Oidc::new),
+            Audit::new(&config.state_dir),
+        );
+        let access = Arc::new(access.await?);
+        let guarded = Guard::new(services(service.clone(), gateway_id, &config).await.prepare(), access);
+        let front = web::front(guarded, &service, &config.http)?;
+        let servers = listeners.into_iter();
+        let servers = servers
+            .map(|listener| tokio::spawn(listen::serve(listener, front.clone(), end.clone())))
+            .collect();
         let turns = tokio::spawn(reconciler.clone().run());
         // It looks at every record and disk, so nobody waits for it.
         let orphans = Orphans {
@@ -246,7 +274,7 @@ impl Gateway {
         };
         tokio::spawn(orphans.look_after());
         hit("serve.started").map_err(StoreError::from)?;
-        Ok(Self { end, server, turns, ports, reconciler, store, socket, _pool: pool })
+        Ok(Self { end, servers, turns, ports, reconciler, store, socket, _pool: pool })
     }
 
     /// Answers no more requests, drops what is under way (the next gateway goes on from there) and closes the store.
@@ -257,7 +285,9 @@ impl Gateway {
             let _ = self.turns.await;
             let _ = self.ports.await;
             self.reconciler.finish().await;
-            let _ = self.server.await;
+            for server in self.servers {
+                let _ = server.await;
+            }
         });
         if drained.await.is_err() {
             tracing::warn!("some requests did not end in time");
@@ -274,84 +304,47 @@ impl Gateway {
     }
 }
 
-async fn run_server(
-    listener: UnixListener,
-    service: Arc<Service>,
-    gateway_id: String,
-    config: Config,
-    end: CancellationToken,
-) {
+/// Every service of the API.
+async fn services(service: Arc<Service>, gateway_id: String, config: &Config) -> Routes {
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_serving::<SandboxesServer<SandboxesApi>>().await;
     reporter.set_serving::<ImagesServer<ImagesApi>>().await;
+    reporter.set_serving::<TemplatesServer<TemplatesApi>>().await;
+    reporter.set_serving::<WorkspacesServer<WorkspacesApi>>().await;
+    reporter.set_serving::<AccessServer<AccessApi>>().await;
+    reporter.set_serving::<FilesServer<FilesApi>>().await;
+    reporter.set_serving::<OpenShellServer<OpenShellApi>>().await;
     reporter.set_serving::<GatewayServer<GatewayApi>>().await;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(torpor_proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1();
-    let reflection = match reflection {
-        Ok(reflection) => Some(reflection),
-        Err(error) => {
-            tracing::error!(%error, "gRPC reflection is off");
-            None
-        }
-    };
     let gateway = GatewayApi {
         service: service.clone(),
         gateway_id,
-        state_dir: config.state_dir,
-        run_dir: config.run_dir,
+        state_dir: config.state_dir.clone(),
+        run_dir: config.run_dir.clone(),
         started: SystemTime::now(),
     };
     let sandboxes =
         SandboxesServer::new(SandboxesApi(service.clone())).max_decoding_message_size(LARGEST_MESSAGE);
-    let served = Server::builder()
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .add_service(health)
-        .add_optional_service(reflection)
+    let tcp = config.tcp.first().map(|tcp| (tcp.address, !tcp.plaintext));
+    let openshell = OpenShellServer::new(OpenShellApi::new(service.clone(), tcp))
+        .max_decoding_message_size(LARGEST_MESSAGE);
+    let mut routes = Routes::new(health);
+    match reflection {
+        Ok(reflection) => routes = routes.add_service(reflection),
+        Err(error) => tracing::error!(%error, "gRPC reflection is off"),
+    }
+    routes
         .add_service(sandboxes)
+        .add_service(openshell)
+        .add_service(WorkspacesServer::new(WorkspacesApi(service.clone())))
+        .add_service(AccessServer::new(AccessApi(service.clone())))
+        .add_service(FilesServer::new(FilesApi(service.clone())))
+        .add_service(TemplatesServer::new(TemplatesApi(service.clone())))
         .add_service(ImagesServer::new(ImagesApi(service)))
         .add_service(GatewayServer::new(gateway))
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), end.cancelled_owned())
-        .await;
-    if let Err(error) = served {
-        tracing::error!(%error, "the gRPC server ended");
-    }
-}
-
-/// A socket that only its owner may use. The state directory's lock is held, so a socket that is there already is a
-/// leftover.
-fn listen(path: &Path) -> Result<UnixListener, ServeError> {
-    let failed = |source| ServeError::Listen { path: path.to_owned(), source };
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(failed)?;
-    }
-    match std::os::unix::net::UnixStream::connect(path) {
-        Ok(_) => {
-            let busy = "another gateway answers there; choose another --listen";
-            return Err(failed(std::io::Error::new(std::io::ErrorKind::AddrInUse, busy)));
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
-            // A file that is no socket refuses as well.
-            let leftover = std::fs::symlink_metadata(path).map_err(failed)?;
-            if !std::os::unix::fs::FileTypeExt::is_socket(&leftover.file_type()) {
-                return Err(failed(std::io::Error::new(
-                    std::io::ErrorKind::AlreadyExists,
-                    "it is there and is no socket",
-                )));
-            }
-            std::fs::remove_file(path).map_err(failed)?;
-        }
-        Err(_) => {}
-    }
-    // Narrow before it appears: nobody connects in between.
-    let old = nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o177));
-    let listener = UnixListener::bind(path);
-    nix::sys::stat::umask(old);
-    let listener = listener.map_err(failed)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
-    Ok(listener)
 }
 
 /// One arm per driver.
@@ -369,6 +362,10 @@ async fn open_drivers(
             }
             "docker" => drivers.push(open_engine(config, Engine::Docker, &config.docker)?),
             "podman" => drivers.push(open_engine(config, Engine::Podman, &config.podman)?),
+            "kubernetes" => {
+                let driver = KubernetesDriver::new(config.kubernetes.for_driver(config)?).await?;
+                drivers.push(driver);
+            }
             _ => {
                 let driver = open_vm_driver(config, topology.clone(), store).await?;
                 tokio::spawn(tend(driver.clone(), end.clone()));
@@ -474,7 +471,7 @@ fn claim_pool(config: &Config) -> Result<Option<Flock<File>>, ServeError> {
         std::fs::metadata("/proc/self/ns/net").map_or(0, |found| std::os::unix::fs::MetadataExt::ino(&found));
     let path = PathBuf::from(format!("/run/{}-{namespace}.lock", config.network.table_name()));
     let opened = File::options().write(true).create(true).truncate(false).open(&path);
-    let file = opened.map_err(|source| ServeError::Listen { path: path.clone(), source })?;
+    let file = opened.map_err(|source| ServeError::Listen { at: path.display().to_string(), source })?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
         Err(_) => {

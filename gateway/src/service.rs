@@ -8,20 +8,22 @@ use tokio_util::sync::CancellationToken;
 use torpor_images::{Catalog, Kernels};
 use torpor_netpool::policy::Budget;
 use torpor_sandbox::{
-    ComputeDriver, Egress, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId,
+    ComputeDriver, Egress, Endpoint, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId,
     SandboxName, SandboxSpec, Volume,
     failpoint::hit,
     lifecycle::may_reach,
-    spec::{HostLimits, validate_labels},
+    spec::{DEFAULT_WORKSPACE, HostLimits, qualified, validate_annotations, validate_labels},
 };
 
 use crate::{
     config::Defaults,
     drivers::Drivers,
     egress::checked,
+    endpoints::{Endpoints, Observation},
     error::{ApiError, Code},
-    expose::Listeners,
-    maintenance::Maintenance,
+    expose::{ExposeWish, Listeners},
+    mainlog::MainLogs,
+    maintenance::{Kind, Maintenance},
     pressure::{ADVICE, Pressure, Space},
     progress::{Now, Progress},
     sessions::Sessions,
@@ -38,6 +40,8 @@ pub struct Service {
     pub progress: Arc<Progress>,
     /// Connections to running sandboxes.
     pub sessions: Arc<Sessions>,
+    /// What main commands write.
+    pub main_logs: Arc<MainLogs>,
     /// Operations on disks under way.
     pub maintenance: Arc<Maintenance>,
     /// How full the host's disk is.
@@ -54,6 +58,10 @@ pub struct Service {
     pub defaults: Defaults,
     /// Where sandboxes may send to that don't say it themselves.
     pub default_egress: Egress,
+    /// What was seen of what sandboxes serve.
+    pub endpoints: Endpoints,
+    /// Whether sandboxes that are there may be changed.
+    pub updates: bool,
     /// Exposed ports.
     pub listeners: Listeners,
     /// The host.
@@ -69,8 +77,12 @@ pub struct Service {
 pub struct Wish {
     /// Generated when none.
     pub name: Option<String>,
+    /// Where it shall be; the default one when none.
+    pub workspace: Option<String>,
     /// The user's.
     pub labels: BTreeMap<String, String>,
+    /// The user's.
+    pub annotations: BTreeMap<String, String>,
     /// Name or digest.
     pub image: Option<String>,
     /// Main command.
@@ -87,8 +99,8 @@ pub struct Wish {
     pub memory_bytes: Option<u64>,
     /// Bytes.
     pub disk_bytes: Option<u64>,
-    /// At its end.
-    pub restart: RestartPolicy,
+    /// At its end; never when none.
+    pub restart: Option<RestartPolicy>,
     /// Which backend.
     pub driver: Option<String>,
     /// Which machine of the vm driver.
@@ -101,6 +113,12 @@ pub struct Wish {
     pub egress: Option<Egress>,
     /// What it mounts of the host.
     pub volumes: Vec<Volume>,
+    /// Servers that are looked at.
+    pub endpoints: Vec<Endpoint>,
+    /// A template of its workspace that says what is left out here.
+    pub template: Option<String>,
+    /// Ports that are exposed from the beginning.
+    pub expose: Vec<ExposeWish>,
     /// The caller's id of the request.
     pub request_id: Option<String>,
 }
@@ -125,6 +143,10 @@ pub struct View {
     pub facts: Facts,
     /// As being done.
     pub now: Option<Now>,
+    /// What is being done with its disk.
+    pub operation: Option<Kind>,
+    /// What was seen last of each of its endpoints, in their order.
+    pub endpoints: Vec<Option<Observation>>,
     /// The file system of the disks, when it is nearly full.
     pub pressed: Option<Space>,
     /// Where it may send to: its own policy, or the default; none where no policy is in force.
@@ -169,12 +191,10 @@ impl Service {
     ///
     /// # Errors
     /// Bad input (the field is named), a taken name, an unknown image.
-    pub async fn create(&self, wish: Wish) -> Result<Arc<Record>, ApiError> {
+    pub async fn create(self: &Arc<Self>, wish: Wish) -> Result<Arc<Record>, ApiError> {
         let request = request_key(wish.request_id.clone(), "create", &format!("{wish:?}"))?;
-        if let Some(key) = &request
-            && let Some(id) = self.store.replayed(key.clone()).await?
-        {
-            return Ok(Arc::new(self.store.get(&id).await?));
+        if let Some(before) = self.made_before(request.clone()).await? {
+            return Ok(before);
         }
         let given = wish.name.as_deref().filter(|n| !n.is_empty());
         let given =
@@ -182,34 +202,61 @@ impl Service {
         let generated = given.is_none();
         let mut name = given.unwrap_or_else(SandboxName::generate);
         validate_labels(&wish.labels)?;
-        let labels = wish.labels.clone();
+        validate_annotations(&wish.annotations)?;
+        let mut wish = wish;
+        self.fill_in(&mut wish).await?;
+        validate_labels(&wish.labels)?;
+        let expose = std::mem::take(&mut wish.expose);
+        let (labels, annotations) = (wish.labels.clone(), wish.annotations.clone());
         // Before the gate: it may take minutes, and no image of the catalog is meant.
         let pulled = self.fetch_image(&wish).await?;
         let _pinned = self.image_gate.read().await;
         let spec = self.resolve(wish, &name, pulled).await?;
-        spec.validate(self.host)?;
-        self.fits(&spec)?;
         let driver = self.driver(&spec.driver)?;
+        if driver.is_of_this_host() {
+            spec.validate(self.host)?;
+            self.fits(&spec)?;
+        } else {
+            spec.validate(HostLimits::UNKNOWN)?;
+        }
         driver.check(&spec)?;
         if driver.disks().is_some() {
             self.room_for_disk()?;
         }
         hit("service.create").map_err(StoreError::from)?;
-        let mut new = NewSandbox { id: SandboxId::generate(), name: name.to_string(), labels, spec };
-        for _ in 0..GENERATED_NAMES {
-            match self.store.create(new.clone(), request.clone()).await {
-                Err(StoreError::NameTaken(_)) if generated => {
+        let qualify = |name: &SandboxName, spec: &SandboxSpec| qualified(&spec.workspace, name.as_str());
+        let mut new =
+            NewSandbox { id: SandboxId::generate(), name: qualify(&name, &spec), labels, annotations, spec };
+        let ports = match self.open_ports(expose).await {
+            Ok(ports) => ports,
+            // The first of two equal requests may have taken them.
+            Err(error) => return self.made_before(request).await?.ok_or(error),
+        };
+        let mut tries = 0..GENERATED_NAMES;
+        let made = loop {
+            match self.store.create(new.clone(), ports.wanted(), request.clone()).await {
+                Err(StoreError::NameTaken(_)) if generated && tries.next().is_some() => {
                     name = SandboxName::generate();
-                    (new.name, new.spec.hostname) = (name.to_string(), name.to_string());
+                    (new.name, new.spec.hostname) = (qualify(&name, &new.spec), name.to_string());
                 }
-                made => return Ok(made?),
+                made => break made?,
             }
+        };
+        if made.id == new.id {
+            self.listen_for(&made, ports);
         }
-        Ok(self.store.create(new, request).await?)
+        Ok(made)
+    }
+
+    /// The sandbox that the same request made before.
+    async fn made_before(&self, request: Option<RequestKey>) -> Result<Option<Arc<Record>>, ApiError> {
+        let Some(key) = request else { return Ok(None) };
+        let Some(id) = self.store.replayed(key).await? else { return Ok(None) };
+        Ok(Some(Arc::new(self.store.get(&id).await?)))
     }
 
     /// Refuses what could never be lent, however long it waited.
-    fn fits(&self, spec: &SandboxSpec) -> Result<(), ApiError> {
+    pub(crate) fn fits(&self, spec: &SandboxSpec) -> Result<(), ApiError> {
         let size = torpor_sandbox::spec::size;
         let (memory, most) = (spec.resources.memory_bytes, self.budget.memory_bytes);
         if memory > most {
@@ -248,7 +295,8 @@ impl Service {
         let (image_digest, image_bytes) = if driver == "sim" {
             ("sha256:sim".to_owned(), 0)
         } else if let Some(digest) = pulled {
-            if wish.disk_bytes.is_some() {
+            let sizes = self.driver(&driver)?.images().is_some_and(|images| images.sizes_disks());
+            if wish.disk_bytes.is_some() && !sizes {
                 let problem = format!("the {driver} driver can't limit what a container writes");
                 return Err(ApiError::invalid("resources.disk_bytes", problem));
             }
@@ -278,6 +326,7 @@ impl Service {
         }
         Ok(SandboxSpec {
             driver,
+            workspace: wish.workspace.unwrap_or_else(|| DEFAULT_WORKSPACE.to_owned()),
             hostname: name.to_string(),
             image,
             image_digest,
@@ -290,12 +339,13 @@ impl Service {
                 memory_bytes: wish.memory_bytes.unwrap_or(self.defaults.memory_bytes),
                 disk_bytes,
             },
-            restart: wish.restart,
+            restart: wish.restart.unwrap_or_default(),
             stop_grace: wish.stop_grace.unwrap_or(Duration::from_secs(self.defaults.stop_grace_seconds)),
             machine: wish.machine.filter(|m| !m.is_empty()).unwrap_or_else(|| "auto".to_owned()),
             kernel: wish.kernel.filter(|k| !k.is_empty()),
             egress: checked(wish.egress)?,
             volumes: wish.volumes,
+            endpoints: wish.endpoints,
         })
     }
 
@@ -342,7 +392,8 @@ impl Service {
     /// As [`Service::request`]; an unknown one is `AlreadyAbsent` with `allow_missing`.
     pub async fn delete(&self, target: Target, allow_missing: bool) -> Result<Deleted, ApiError> {
         let asked = format!("{} {:?}", target.sandbox, Request::Delete);
-        let replayed = match request_key(target.request_id.clone(), "delete", &asked)? {
+        let key = request_key(target.request_id.clone(), "delete", &asked)?;
+        let replayed = match key.clone() {
             Some(key) => self.store.replayed(key).await?,
             None => None,
         };
@@ -351,7 +402,12 @@ impl Service {
             // A retry after the first one has finished.
             Err(error) if error.code == Code::NotFound => match replayed.and_then(|id| id.parse().ok()) {
                 Some(id) => Ok(Deleted::Completed(id)),
-                None if allow_missing => Ok(Deleted::AlreadyAbsent),
+                None if allow_missing => {
+                    if let Some(key) = key {
+                        self.store.note_absent(key).await?;
+                    }
+                    Ok(Deleted::AlreadyAbsent)
+                }
                 None => Err(error),
             },
             Err(error) => Err(error),
@@ -436,7 +492,10 @@ impl Service {
             self.drivers.get(&record.spec.driver).is_none_or(|driver| driver.capabilities().needs_loan);
         let usual = || pooled.then(|| self.default_egress.clone());
         let egress = record.spec.egress.clone().or_else(usual);
-        View { record, facts, now, pressed, egress }
+        let operation = self.maintenance.running(&record.id);
+        let seen = |endpoint: &Endpoint| self.endpoints.get(&record.id, &endpoint.name);
+        let endpoints = record.spec.endpoints.iter().map(seen).collect();
+        View { record, facts, now, operation, endpoints, pressed, egress }
     }
 
     /// The gRPC channel to the agent of a Ready sandbox, and the token that ends when it leaves Ready.

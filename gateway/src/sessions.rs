@@ -8,13 +8,19 @@ use std::{
 use tokio_util::sync::CancellationToken;
 use torpor_sandbox::SandboxId;
 
+use crate::ssh::SshSessions;
+
 /// Tokens by sandbox.
 #[derive(Default)]
-pub struct Sessions(Mutex<HashMap<SandboxId, CancellationToken>>);
+pub struct Sessions {
+    all: Mutex<HashMap<SandboxId, CancellationToken>>,
+    /// Leave to open SSH connections.
+    pub ssh: SshSessions,
+}
 
 impl Sessions {
     fn lock(&self) -> MutexGuard<'_, HashMap<SandboxId, CancellationToken>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A token that is cancelled when the sandbox leaves Ready. Take it first, then look whether the sandbox is Ready:

@@ -145,7 +145,9 @@ fn spec(name: &str) -> SandboxSpec {
         machine: "auto".into(),
         kernel: None,
         egress: None,
+        workspace: "default".to_owned(),
         volumes: Vec::new(),
+        endpoints: Vec::new(),
     }
 }
 

@@ -6,7 +6,7 @@
 mod common;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -42,6 +42,7 @@ fn config(dir: &Path) -> Config {
         run_dir: dir.join("run"),
         listen: format!("unix://{}/gateway.sock", dir.display()),
         drivers: vec!["sim".into()],
+        enable_sandbox_updates: true,
         ..Config::default()
     }
 }
@@ -125,6 +126,7 @@ enum Act {
     Resume,
     Stop,
     Start,
+    Update,
     Delete,
 }
 
@@ -139,6 +141,7 @@ const STORY: &[(&str, Act)] = &[
     ("b", Act::Suspend),
     ("b", Act::Delete),
     ("a", Act::Stop),
+    ("a", Act::Update),
     ("a", Act::Start),
     ("a", Act::Suspend),
     ("a", Act::Start),
@@ -151,7 +154,7 @@ fn wish(act: Act) -> Option<Phase> {
         Act::Create([_, ..]) => Some(Phase::Error),
         Act::Create([]) | Act::Resume | Act::Start => Some(Phase::Ready),
         Act::Suspend | Act::SuspendMemory => Some(Phase::Suspended),
-        Act::Stop => Some(Phase::Stopped),
+        Act::Stop | Act::Update => Some(Phase::Stopped),
         Act::Delete => None,
     }
 }
@@ -189,12 +192,49 @@ async fn ask(channel: &Channel, at: usize, name: &str, act: Act) -> Result<Optio
         Act::Resume => client.resume(v1::ResumeRequest { target, restart_if_restore_fails: true }).await,
         Act::Stop => client.stop(v1::StopRequest { target }).await,
         Act::Start => client.start(v1::StartRequest { target }).await,
+        Act::Update => update(&mut client, target.unwrap()).await,
         Act::Delete => {
             client.delete(v1::DeleteSandboxRequest { target, allow_missing: true }).await?;
             return Ok(None);
         }
     };
     sandbox.map(|sandbox| Some(sandbox.into_inner().id))
+}
+
+/// Every part of an update; one that was cut short is resumed.
+async fn update(
+    client: &mut SandboxesClient<Channel>,
+    target: v1::Target,
+) -> Result<tonic::Response<v1::Sandbox>, tonic::Status> {
+    let get = v1::GetSandboxRequest { sandbox: target.sandbox.clone() };
+    let expected_version = client.get(get).await?.into_inner().version;
+    let words = |key: &str| Some(v1::StringMap { values: [(key.to_owned(), "new".to_owned())].into() });
+    let disk_bytes = Some(20 << 30);
+    let request = v1::UpdateSandboxRequest {
+        target: Some(v1::Target { expected_version, ..target.clone() }),
+        environment: words("UPDATED"),
+        labels: words("updated"),
+        resources: Some(v1::Resources { disk_bytes, ..Default::default() }),
+        ..Default::default()
+    };
+    let done = match client.update(request).await {
+        Err(status) if status.message().contains("an update is pending") => {
+            let start = v1::StartRequest { target: no_wait(&target.sandbox) };
+            assert_eq!(client.start(start).await.unwrap_err().code(), Code::FailedPrecondition);
+            let target = Some(target);
+            client.resume_pending_update(v1::ResumePendingUpdateRequest { target, abandon: false }).await?
+        }
+        other => other?,
+    };
+    let spec = done.get_ref().spec.clone().unwrap();
+    assert_eq!(spec.environment.get("UPDATED").map(String::as_str), Some("new"));
+    assert_eq!((done.get_ref().labels.len(), spec.resources.unwrap().disk_bytes), (1, disk_bytes));
+    assert!(!is_pending(done.get_ref()));
+    Ok(done)
+}
+
+fn is_pending(sandbox: &v1::Sandbox) -> bool {
+    sandbox.status.as_ref().is_some_and(|s| s.conditions.iter().any(|c| c.r#type == "UpdatePending"))
 }
 
 /// The phase at rest; none: it is gone. `Err`: the gateway has ended.
@@ -320,6 +360,8 @@ async fn look_over(host: &Host, channel: &Channel, known: &mut Known, what: &str
     }
     assert_eq!(lent, ready.len(), "{what}: a loan for each that runs");
     for sandbox in &list {
+        let (theirs, ours) = (&world.environments[&sandbox.id], &sandbox.spec.as_ref().unwrap().environment);
+        assert!(is_pending(sandbox) || theirs == ours, "{what}: the driver goes by {theirs:?}, not {ours:?}");
         let request =
             v1::HistoryRequest { sandbox: sandbox.id.clone(), page_size: 1000, ..Default::default() };
         let history = client.history(request).await.unwrap().into_inner().transitions;
@@ -342,13 +384,22 @@ async fn look_over(host: &Host, channel: &Channel, known: &mut Known, what: &str
 struct World {
     running: BTreeSet<String>,
     disks: BTreeMap<String, u64>,
+    environments: BTreeMap<String, HashMap<String, String>>,
     violations: Vec<String>,
 }
 
 impl World {
     fn read(state: &Path) -> Self {
-        let mut world = Self { running: BTreeSet::new(), disks: BTreeMap::new(), violations: Vec::new() };
+        let mut world = Self {
+            running: BTreeSet::new(),
+            disks: BTreeMap::new(),
+            environments: BTreeMap::new(),
+            violations: Vec::new(),
+        };
         for piece in simworld::pieces(state).unwrap() {
+            if let Some((id, spec)) = piece.spec() {
+                world.environments.insert(id.to_string(), spec.environment.clone().into_iter().collect());
+            }
             match piece.violation() {
                 Some(text) => world.violations.push(text.to_owned()),
                 None => {
@@ -460,9 +511,9 @@ fn failpoints() -> BTreeSet<String> {
     names
 }
 
-/// Those that a gateway over the sim driver can reach; tests/tests/crash.rs has the vm driver's, containers.rs the engines'.
+/// Those that a gateway over the sim driver can reach; tests/tests/crash.rs has the vm driver's, containers.rs the engines', kubernetes.rs the cluster's.
 fn of_sim() -> Vec<String> {
-    let elsewhere = ["vm.", "container."];
+    let elsewhere = ["vm.", "container.", "kubernetes."];
     failpoints().into_iter().filter(|name| !elsewhere.iter().any(|of| name.starts_with(of))).collect()
 }
 

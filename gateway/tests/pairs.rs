@@ -27,13 +27,15 @@ enum Verb {
     Exec,
     History,
     SetEgress,
+    Update,
+    Relabel,
     Expose,
     Forward,
 }
 
 use Verb::*;
 
-const VERBS: [Verb; 13] = [
+const VERBS: [Verb; 15] = [
     Create,
     Get,
     Suspend,
@@ -45,6 +47,8 @@ const VERBS: [Verb; 13] = [
     Exec,
     History,
     SetEgress,
+    Update,
+    Relabel,
     Expose,
     Forward,
 ];
@@ -64,6 +68,8 @@ impl Verb {
             Exec => "exec",
             History => "history",
             SetEgress => "network --egress (another policy)",
+            Update => "update (another command)",
+            Relabel => "update (another label)",
             Expose => "expose",
             Forward => "forward",
         }
@@ -109,6 +115,15 @@ async fn ask(client: &mut Client, verb: Verb, name: &str) -> Result<String, Stat
         SetEgress => {
             let egress = v1::Egress { policy: v1::egress::Policy::None.into(), ..Default::default() };
             client.set_egress(v1::SetEgressRequest { target, egress: Some(egress) }).await?
+        }
+        Update | Relabel => {
+            let get = v1::GetSandboxRequest { sandbox: name.into() };
+            let expected_version = client.get(get).await?.into_inner().version;
+            let target = target.map(|target| v1::Target { expected_version, ..target });
+            let command = (verb == Update).then(|| v1::StringList { values: vec!["other".into()] });
+            let values = [("other".to_owned(), "label".to_owned())].into();
+            let labels = (verb == Relabel).then_some(v1::StringMap { values });
+            client.update(v1::UpdateSandboxRequest { target, command, labels, ..Default::default() }).await?
         }
         Expose => {
             let port = v1::ExposeRequest { sandbox: name.into(), port: 80, ..Default::default() };
@@ -254,7 +269,7 @@ async fn make(client: &mut Client, name: &str, command: &[&str], wait: bool) {
 
 /// The answers of one row, after which what was accepted has come true.
 async fn answers(row: &Row) -> Vec<String> {
-    let world = World::new(Script::default()).await;
+    let world = World::with(Script::default(), |config| config.enable_sandbox_updates = true).await;
     let mut client = world.sandboxes().await;
     for verb in VERBS {
         let name = name_of(verb);
@@ -271,6 +286,12 @@ async fn answers(row: &Row) -> Vec<String> {
     if row.last.is_none() {
         for verb in VERBS {
             until(&mut client, &name_of(verb), rests_in(Some(row.phase)), row.title).await;
+        }
+        // What is left of a run that failed is put down a moment later.
+        let running = if row.phase == Phase::Ready { VERBS.len() } else { 0 };
+        let end = tokio::time::Instant::now() + Duration::from_secs(15);
+        while world.sim.running().len() != running && tokio::time::Instant::now() < end {
+            tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
     world.sim.set_script(Script { delay: (SLOW, SLOW), ..Script::default() });

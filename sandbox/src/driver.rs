@@ -15,6 +15,7 @@ use crate::{
     images::ImageCare,
     lifecycle::Keep,
     spec::SandboxSpec,
+    update::Field,
 };
 
 /// Word about sandboxes, as it comes.
@@ -41,6 +42,11 @@ pub trait ComputeDriver: Send + Sync + 'static {
         Ok(())
     }
 
+    /// Whether sandboxes use this host's memory and CPUs, so that none can be larger than it.
+    fn is_of_this_host(&self) -> bool {
+        true
+    }
+
     /// The care of disks, of a driver that has any of its own.
     fn disks(&self) -> Option<&dyn DiskCare> {
         None
@@ -63,6 +69,18 @@ pub trait ComputeDriver: Send + Sync + 'static {
     /// sandboxes have nothing of this kind has nothing to do.
     async fn adjust(&self, _id: &SandboxId, _spec: &SandboxSpec) -> Result<Change, DriverError> {
         Ok(Change::Already)
+    }
+
+    /// What of a spec this backend can make another of while nothing runs. Asked before anything is written.
+    fn updates(&self) -> &'static [Field] {
+        &[]
+    }
+
+    /// Makes the stored spec of a sandbox that nothing runs as it is in `spec`, which differs in fields of `updates` only;
+    /// the size of its disk is changed before, by [`DiskCare`]. The next start goes by it. All or nothing; a repeat after
+    /// a failure or a crash finishes it.
+    async fn update(&self, _id: &SandboxId, _spec: &SandboxSpec) -> Result<Change, DriverError> {
+        Err(DriverError::Unsupported("this backend can't change the spec of a sandbox".to_owned()))
     }
 
     /// Stops whatever runs, at the latest when `deadline` has passed, and gives everything back to the host. Success

@@ -54,4 +54,9 @@ pub trait ImageCare: Send + Sync {
         source: &ImageSource,
         tell: OnStep<'_>,
     ) -> Result<ImageFound, DriverError>;
+
+    /// Whether a sandbox of such an image has a disk whose size can be asked for.
+    fn sizes_disks(&self) -> bool {
+        false
+    }
 }

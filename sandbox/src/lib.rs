@@ -12,6 +12,7 @@ pub mod images;
 pub mod lifecycle;
 pub mod sim;
 pub mod spec;
+pub mod update;
 pub mod words;
 
 pub use disk::{DiskCare, DiskFormat, DiskReport};
@@ -19,4 +20,5 @@ pub use driver::{Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, 
 pub use id::{InvalidName, Run, SandboxId, SandboxName};
 pub use images::{ImageCare, ImageFound, ImageSource, OnStep};
 pub use lifecycle::{Event, Failure, Keep, Phase, Refusal, Request, State, Step};
-pub use spec::{Egress, InvalidSpec, Resources, RestartPolicy, SandboxSpec, Volume};
+pub use spec::{Egress, Endpoint, InvalidSpec, Resources, RestartPolicy, SandboxSpec, Volume};
+pub use update::{EgressChange, Field, PendingUpdate, SpecChange, UpdateFailure};

@@ -11,6 +11,7 @@ use crate::{
     driver::{Ended, Exit, Observed},
     id::Run,
     spec::RestartPolicy,
+    update::PendingUpdate,
 };
 
 /// Where a sandbox is. Written, by compare-and-swap, before a driver is asked for anything.
@@ -137,6 +138,9 @@ pub struct State {
     pub flushed: Option<bool>,
     /// Boot from the disk when the memory image can't be used.
     pub cold_if_needed: bool,
+    /// A change of its spec that is not done yet: until it is, nothing starts it. Made and ended at rest only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub update: Option<Box<PendingUpdate>>,
 }
 
 /// The request that waits for the present transition to end.
@@ -187,6 +191,7 @@ impl State {
             failure: None,
             flushed: None,
             cold_if_needed: false,
+            update: None,
         }
     }
 
@@ -286,6 +291,8 @@ pub struct Refusal {
     pub why: &'static str,
     /// The command to use instead.
     pub next: Option<&'static str>,
+    /// Code for programs.
+    pub reason: &'static str,
 }
 
 /// What an event makes of a state.
@@ -337,6 +344,16 @@ fn on_request(state: &State, request: Request) -> Result<Next, Refusal> {
             Next::To(state.to(Phase::Deleting))
         });
     }
+    let starts = matches!(request, Request::Resume { .. } | Request::Start);
+    if starts && state.update.is_some() && state.phase != Phase::Deleting {
+        return refuse_for(
+            state,
+            request,
+            "UPDATE_PENDING",
+            "an update of it is not done",
+            Some(FINISH_UPDATE),
+        );
+    }
     match state.phase {
         Phase::Deleting => refuse(state, request, "it is being deleted", None),
         Phase::Ready | Phase::Provisioning | Phase::Resuming | Phase::Starting => {
@@ -349,13 +366,26 @@ fn on_request(state: &State, request: Request) -> Result<Next, Refusal> {
     }
 }
 
+/// The command that ends a pending update.
+pub const FINISH_UPDATE: &str = "update --resume-pending";
+
 fn refuse(
     state: &State,
     request: Request,
     why: &'static str,
     next: Option<&'static str>,
 ) -> Result<Next, Refusal> {
-    Err(Refusal { verb: request.verb(), phase: state.phase, why, next })
+    refuse_for(state, request, "WRONG_PHASE", why, next)
+}
+
+fn refuse_for(
+    state: &State,
+    request: Request,
+    reason: &'static str,
+    why: &'static str,
+    next: Option<&'static str>,
+) -> Result<Next, Refusal> {
+    Err(Refusal { verb: request.verb(), phase: state.phase, why, next, reason })
 }
 
 /// Ready, or on the way there.

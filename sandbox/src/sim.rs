@@ -27,6 +27,7 @@ use crate::{
     id::{Run, SandboxId},
     lifecycle::Keep,
     spec::{Egress, SandboxSpec},
+    update::Field,
 };
 
 /// The verbs that can be made to fail.
@@ -44,6 +45,8 @@ pub enum Verb {
     Observe,
     /// Any operation on a disk
     Disk,
+    /// `update`
+    Update,
 }
 
 /// How often an operation on a disk that is held up asks whether to go on.
@@ -103,6 +106,9 @@ struct World {
     ends: Option<Exit>,
     #[serde(default)]
     egress: Option<Egress>,
+    /// What the next start goes by.
+    #[serde(default)]
+    spec: Option<SandboxSpec>,
     #[serde(skip)]
     busy: u32,
 }
@@ -124,6 +130,14 @@ impl Kept {
         match &self.0 {
             KeptPiece::Violation(text) => Some(text),
             KeptPiece::World(..) => None,
+        }
+    }
+
+    /// A sandbox and its stored spec.
+    pub fn spec(&self) -> Option<(&SandboxId, &SandboxSpec)> {
+        match &self.0 {
+            KeptPiece::World(id, world) => world.spec.as_ref().map(|spec| (id, spec)),
+            KeptPiece::Violation(_) => None,
         }
     }
 
@@ -178,6 +192,7 @@ pub struct SimDriver {
     shortages: broadcast::Sender<SandboxId>,
     disks_held: AtomicBool,
     grows_running: AtomicBool,
+    updates_nothing: AtomicBool,
 }
 
 /// Notes that a verb is no longer under way, also when its future is dropped.
@@ -203,6 +218,16 @@ impl SimDriver {
     /// Where a sandbox may send to, as far as it was told.
     pub fn egress(&self, id: &SandboxId) -> Option<Egress> {
         self.lock().worlds.get(id)?.egress.clone()
+    }
+
+    /// The spec that the next start goes by.
+    pub fn spec(&self, id: &SandboxId) -> Option<SandboxSpec> {
+        self.lock().worlds.get(id)?.spec.clone()
+    }
+
+    /// What the backend can't make another of, from now on.
+    pub fn cannot_update(&self, cannot: bool) {
+        self.updates_nothing.store(cannot, Ordering::SeqCst);
     }
 
     /// A world with nothing in it.
@@ -237,8 +262,9 @@ impl SimDriver {
             keeper,
         };
         let (hints, shortages) = (broadcast::channel(4096).0, broadcast::channel(16).0);
-        let (disks_held, grows_running) = Default::default();
-        Arc::new(Self { inner: Mutex::new(inner), hints, shortages, disks_held, grows_running })
+        let (disks_held, grows_running, updates_nothing) = Default::default();
+        let inner = Mutex::new(inner);
+        Arc::new(Self { inner, hints, shortages, disks_held, grows_running, updates_nothing })
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -475,6 +501,7 @@ impl ComputeDriver for SimDriver {
                 world.disk_bytes = spec.resources.disk_bytes;
                 world.ends = ends(&spec.command);
                 world.egress = spec.egress.clone();
+                world.spec = Some(spec.clone());
                 inner.keep(id);
                 Change::Done
             }
@@ -492,6 +519,29 @@ impl ComputeDriver for SimDriver {
         world.egress = spec.egress.clone();
         inner.keep(id);
         Ok(Change::Done)
+    }
+
+    fn updates(&self) -> &'static [Field] {
+        if self.updates_nothing.load(Ordering::SeqCst) { &[Field::Command] } else { Field::ALL }
+    }
+
+    async fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+        let busy = self.begin(Verb::Update, id).await?;
+        hit("sim.update.before")?;
+        self.disk(id)?;
+        self.held(|| true).await;
+        let done = {
+            let mut inner = self.lock();
+            let world = inner.worlds.entry(id.clone()).or_default();
+            let known = world.spec.as_ref() == Some(spec);
+            (world.ends, world.egress) = (ends(&spec.command), spec.egress.clone());
+            world.spec = Some(spec.clone());
+            inner.keep(id);
+            if known { Change::Already } else { Change::Done }
+        };
+        drop(busy);
+        hit("sim.update.made")?;
+        self.end_verb(done)
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {

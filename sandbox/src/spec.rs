@@ -15,13 +15,16 @@ pub const MAX_CPUS: u32 = 32;
 /// Longest environment, argument list or label set, bytes of all keys and values together.
 const MAX_TEXT: usize = 256 << 10;
 /// Labels and annotations with this prefix belong to Torpor.
-pub const RESERVED_PREFIX: &str = "torpor.dev/";
+pub const RESERVED_PREFIXES: [&str; 2] = ["torpor.dev/", "agents.x-k8s.io/"];
 
 /// A sandbox as wished for. Everything has been chosen: defaults were filled in before.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SandboxSpec {
     /// The compute driver's name: "vm", "sim".
     pub driver: String,
+    /// The workspace that it belongs to, for ever.
+    #[serde(default = "default_workspace")]
+    pub workspace: String,
     /// What the guest calls itself: the sandbox's name. Empty: its id.
     #[serde(default)]
     pub hostname: String,
@@ -60,7 +63,45 @@ pub struct SandboxSpec {
     /// What it mounts of the host, beside its workspace. Never removed with it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<Volume>,
+    /// Servers that are looked at while it is Ready.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub endpoints: Vec<Endpoint>,
 }
+
+/// Something that a sandbox serves, as far as it is to be seen whether it does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Endpoint {
+    /// Unique in its sandbox.
+    pub name: String,
+    /// On the sandbox's loopback address.
+    pub port: u16,
+    /// What is asked for by HTTP; none: it is enough that a connection is taken.
+    #[serde(default)]
+    pub http_path: Option<String>,
+}
+
+impl Endpoint {
+    fn validate(&self) -> Result<(), InvalidSpec> {
+        let name = self.name.escape_debug();
+        if self.name.is_empty() || !word(&self.name, 63) {
+            return wrong("endpoints", format!("name '{name}' is not valid: {SYNTAX}"));
+        }
+        if self.port == 0 {
+            return wrong("endpoints", format!("'{name}': port 0 is none"));
+        }
+        let printable = |path: &str| path.bytes().all(|b| b.is_ascii_graphic());
+        match &self.http_path {
+            Some(path) if !path.starts_with('/') || path.len() > 1024 || !printable(path) => wrong(
+                "endpoints",
+                format!("'{name}': an HTTP path begins with '/', has no spaces and at most 1024 bytes"),
+            ),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Most endpoints of a sandbox.
+const MAX_ENDPOINTS: usize = 16;
 
 /// A volume of a container engine or a folder of the host in a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,6 +175,23 @@ pub enum Egress {
     },
 }
 
+/// The workspace that is always there.
+pub const DEFAULT_WORKSPACE: &str = "default";
+
+fn default_workspace() -> String {
+    DEFAULT_WORKSPACE.to_owned()
+}
+
+/// A name with its workspace, as it is typed and as it is unique: "team/box"; in the default workspace the name alone.
+pub fn qualified(workspace: &str, name: &str) -> String {
+    if workspace == DEFAULT_WORKSPACE { name.to_owned() } else { format!("{workspace}/{name}") }
+}
+
+/// Workspace and name of a qualified name.
+pub fn unqualified(name: &str) -> (&str, &str) {
+    name.split_once('/').unwrap_or((DEFAULT_WORKSPACE, name))
+}
+
 fn auto() -> String {
     "auto".to_owned()
 }
@@ -179,6 +237,11 @@ pub struct HostLimits {
     pub memory_bytes: u64,
     /// CPUs of the host.
     pub cpus: u32,
+}
+
+impl HostLimits {
+    /// Of nothing that is known here: of a cluster.
+    pub const UNKNOWN: Self = Self { memory_bytes: u64::MAX, cpus: u32::MAX };
 }
 
 fn wrong<T>(field: &'static str, problem: impl Into<String>) -> Result<T, InvalidSpec> {
@@ -227,6 +290,16 @@ impl SandboxSpec {
             );
         }
         self.volumes.iter().try_for_each(Volume::validate)?;
+        if self.endpoints.len() > MAX_ENDPOINTS {
+            let problem = format!("{} endpoints; at most {MAX_ENDPOINTS} are possible", self.endpoints.len());
+            return wrong("endpoints", problem);
+        }
+        self.endpoints.iter().try_for_each(Endpoint::validate)?;
+        let mut names: Vec<&str> = self.endpoints.iter().map(|endpoint| endpoint.name.as_str()).collect();
+        names.sort_unstable();
+        if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return wrong("endpoints", format!("'{}' is named twice", twice[0]));
+        }
         if self.stop_grace > Duration::from_secs(3600) {
             return wrong("stop_grace", "at most one hour");
         }
@@ -304,6 +377,26 @@ pub fn validate_environment(
     Ok(())
 }
 
+/// Most annotations, all together, bytes.
+const MAX_ANNOTATIONS: usize = 256 << 10;
+
+/// Checks annotations: keys as of labels, values of any text, all of bounded size.
+///
+/// # Errors
+/// Names the annotation.
+pub fn validate_annotations(annotations: &BTreeMap<String, String>) -> Result<(), InvalidSpec> {
+    for (key, value) in annotations {
+        validate_key("annotations", key)?;
+        if value.contains('\0') {
+            return wrong("annotations", format!("'{key}': the value holds a NUL byte"));
+        }
+    }
+    if annotations.iter().map(|(key, value)| key.len() + value.len()).sum::<usize>() > MAX_ANNOTATIONS {
+        return wrong("annotations", format!("longer than {} in all", size(MAX_ANNOTATIONS as u64)));
+    }
+    Ok(())
+}
+
 /// Checks labels: keys of an optional DNS prefix and a name, values of at most 63 letters, as Kubernetes has them.
 ///
 /// # Errors
@@ -313,20 +406,28 @@ pub fn validate_labels(labels: &BTreeMap<String, String>) -> Result<(), InvalidS
         return wrong("labels", format!("{} labels; at most 64 are possible", labels.len()));
     }
     for (key, value) in labels {
-        let (prefix, name) = key.rsplit_once('/').map_or((None, key.as_str()), |(p, n)| (Some(p), n));
-        let key_fits =
-            word(name, 63) && !name.is_empty() && prefix.is_none_or(|p| !p.is_empty() && word(p, 253));
-        if !key_fits || !word(value, 63) {
-            let problem =
-                "letters, digits, '-', '_' and '.', at most 63, beginning and ending with a letter or digit";
+        validate_key("labels", key)?;
+        if !word(value, 63) {
             return wrong(
                 "labels",
-                format!("'{}={}' is not valid: {problem}", key.escape_debug(), value.escape_debug()),
+                format!("'{}={}' is not valid: {SYNTAX}", key.escape_debug(), value.escape_debug()),
             );
         }
-        if key.starts_with(RESERVED_PREFIX) {
-            return wrong("labels", format!("'{key}': labels under '{RESERVED_PREFIX}' are Torpor's own"));
-        }
+    }
+    Ok(())
+}
+
+const SYNTAX: &str =
+    "letters, digits, '-', '_' and '.', at most 63, beginning and ending with a letter or digit";
+
+/// Checks the key of a label or annotation.
+fn validate_key(field: &'static str, key: &str) -> Result<(), InvalidSpec> {
+    let (prefix, name) = key.rsplit_once('/').map_or((None, key), |(p, n)| (Some(p), n));
+    if !word(name, 63) || name.is_empty() || !prefix.is_none_or(|p| !p.is_empty() && word(p, 253)) {
+        return wrong(field, format!("key '{}' is not valid: {SYNTAX}", key.escape_debug()));
+    }
+    if let Some(reserved) = RESERVED_PREFIXES.iter().find(|reserved| key.starts_with(**reserved)) {
+        return wrong(field, format!("'{key}': keys under '{reserved}' are not for users"));
     }
     Ok(())
 }
@@ -377,7 +478,9 @@ pub(crate) mod tests {
             machine: "auto".into(),
             kernel: None,
             egress: None,
+            workspace: "default".to_owned(),
             volumes: vec![],
+            endpoints: vec![],
         }
     }
 

@@ -4,7 +4,8 @@ use std::{fmt::Write as _, time::SystemTime};
 
 use proptest::prelude::*;
 use torpor_sandbox::{
-    Event, Exit, Failure, Keep, Observed, Phase, Refusal, Request, RestartPolicy, Run, State, Step,
+    Event, Exit, Failure, Keep, Observed, PendingUpdate, Phase, Refusal, Request, RestartPolicy, Run,
+    SpecChange, State, Step,
     driver::Ended,
     lifecycle::{Next, Then, may_reach, next, step},
 };
@@ -76,6 +77,35 @@ fn the_table_of_every_phase_and_verb_is_the_page_of_the_docs() {
         table(),
         "run it with BLESS=1 and read the difference"
     );
+}
+
+#[test]
+fn a_pending_update_keeps_a_sandbox_from_being_started_and_from_nothing_else() {
+    let update = PendingUpdate {
+        change: SpecChange::default(),
+        labels: None,
+        annotations: None,
+        request: None,
+        since: SystemTime::UNIX_EPOCH,
+        failure: None,
+    };
+    for phase in Phase::ALL.into_iter().filter(|phase| *phase != Phase::Deleting) {
+        let pending = State { update: Some(Box::new(update.clone())), ..at(phase) };
+        for (verb, request) in REQUESTS {
+            let got = next(&pending, &Event::Request(request), RestartPolicy::Never);
+            if matches!(request, Request::Resume { .. } | Request::Start) {
+                let refusal = got.unwrap_err();
+                assert_eq!((refusal.reason, refusal.next), ("UPDATE_PENDING", Some("update --resume-pending")));
+                continue;
+            }
+            let free = next(&at(phase), &Event::Request(request), RestartPolicy::Never);
+            assert_eq!(answer(&got), answer(&free), "{verb} in {phase}");
+            // It stays pending, whatever comes of the request.
+            if let Ok(Next::To(to)) = got {
+                assert_eq!(to.update, pending.update, "{verb} in {phase}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -43,7 +43,9 @@ impl Harness for Sim {
             machine: "auto".into(),
             kernel: None,
             egress: None,
+            workspace: "default".to_owned(),
             volumes: Vec::new(),
+            endpoints: Vec::new(),
         }
     }
 

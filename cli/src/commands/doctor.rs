@@ -26,6 +26,9 @@ pub struct DoctorArgs {
     /// The gateway's configuration file, for its network.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// What this driver needs: of this host, or of the cluster that the configuration names.
+    #[arg(long, value_name = "NAME", default_value = "vm", value_parser = ["vm", "kubernetes"])]
+    driver: String,
     /// Make the smallest changes of this host that help, until it boots again or --undo. Each is recorded first.
     #[arg(long, conflicts_with_all = ["undo", "orphans"])]
     fix: bool,
@@ -65,7 +68,10 @@ pub fn run(session: &Session, args: &DoctorArgs) -> Outcome {
     if args.fix {
         return changed(session, fixes::fix(state, network), "done");
     }
-    let mut checks = doctor::run(state, network);
+    let mut checks = match args.driver.as_str() {
+        "kubernetes" => super::within_runtime(torpor_gateway::kubernetes::doctor(&config))?,
+        _ => doctor::run(state, network),
+    };
     checks.extend(super::within_runtime(gateway(session))?);
     let names = || checks.iter().map(|c| c.name.to_owned()).collect();
     session.print(&checks, names, || human(&checks))?;
@@ -117,7 +123,7 @@ pub fn kvm_probe_child() -> ! {
 async fn gateway(session: &Session) -> Vec<Check> {
     let name = "gateway";
     let advice = "start it as root: torpor serve, or systemctl start torpor";
-    let client = match torpor_sdk::Client::connect(&session.endpoint).await {
+    let client = match session.connect().await {
         Ok(client) => client,
         Err(error) => return vec![Check::warn(name, error.to_string(), advice)],
     };

@@ -1,5 +1,7 @@
 //! `torpor get`
 
+use std::collections::HashMap;
+
 use clap::Args;
 use torpor_sandbox::spec::size;
 use torpor_sdk::{phase, v1};
@@ -54,7 +56,8 @@ fn human(sandbox: &v1::Sandbox) -> String {
         ("Run", format!("{} (version {})", status.run, sandbox.version)),
         ("Boot id", status.boot_id.clone()),
         ("Created", sandbox.created.as_ref().map(ToString::to_string).unwrap_or_default()),
-        ("Labels", labels(sandbox)),
+        ("Labels", pairs(&sandbox.labels)),
+        ("Annotations", pairs(&sandbox.annotations)),
         ("Command", spec.command.iter().map(|a| quoted(a)).collect::<Vec<_>>().join(" ")),
         ("Restart", format!("{} ({} so far)", view::restart_policy(&spec), status.restart_count)),
         ("Resources", resources(&spec)),
@@ -88,10 +91,10 @@ fn phase_line(sandbox: &v1::Sandbox, status: &v1::SandboxStatus) -> String {
     line
 }
 
-fn labels(sandbox: &v1::Sandbox) -> String {
-    let mut labels: Vec<_> = sandbox.labels.iter().map(|(k, v)| format!("{k}={v}")).collect();
-    labels.sort();
-    labels.join(", ")
+fn pairs(map: &HashMap<String, String>) -> String {
+    let mut pairs: Vec<_> = map.iter().map(|(k, v)| format!("{k}={v}")).collect();
+    pairs.sort();
+    pairs.join(", ")
 }
 
 fn resources(spec: &v1::SandboxSpec) -> String {

@@ -14,17 +14,34 @@ pub struct ListArgs {
     /// Only those with these labels: key=value,other!=x,present,!absent
     #[arg(short = 'l', long, value_name = "LABELS", default_value = "", hide_default_value = true)]
     selector: String,
+    /// Of every workspace that one may look into.
+    #[arg(short = 'A', long)]
+    all_workspaces: bool,
 }
 
 /// Prints all sandboxes, whatever their phase.
 pub async fn run(session: &Session, args: ListArgs) -> Outcome {
-    let sandboxes = session.connect().await?.list(&args.selector).await?;
-    session.print_sandboxes(&sandboxes, false, rows)?;
+    let client = session.connect().await?;
+    let sandboxes = match args.all_workspaces {
+        true => client.list_everywhere(&args.selector).await?,
+        false => client.list(&args.selector).await?,
+    };
+    let table = if args.all_workspaces { rows_with_workspaces } else { rows };
+    session.print_sandboxes(&sandboxes, false, table)?;
     Ok(0)
 }
 
 fn rows(sandboxes: &[v1::Sandbox]) -> String {
     let head = ["NAME", "PHASE", "SINCE", "IMAGE", "CPUS", "MEMORY", "DISK", "USED", "IP"];
+    table(head, sandboxes.iter().map(row))
+}
+
+fn rows_with_workspaces(sandboxes: &[v1::Sandbox]) -> String {
+    let head = ["WORKSPACE", "NAME", "PHASE", "SINCE", "IMAGE", "CPUS", "MEMORY", "DISK", "USED", "IP"];
+    let row = |sandbox: &v1::Sandbox| {
+        let [a, b, c, d, e, f, g, h, i] = row(sandbox);
+        [sandbox.workspace.clone(), a, b, c, d, e, f, g, h, i]
+    };
     table(head, sandboxes.iter().map(row))
 }
 

@@ -3,6 +3,7 @@
 #[cfg(feature = "gateway")]
 mod admin;
 mod completions;
+mod cp;
 mod create;
 mod delete;
 mod disk;
@@ -24,12 +25,18 @@ mod resume;
 #[cfg(feature = "gateway")]
 mod serve;
 mod shell;
+mod spec;
+mod ssh;
 mod start;
 mod stop;
 mod suspend;
+mod template;
+mod update;
+mod token;
 mod verb;
 mod wait;
 mod watch;
+mod workspace;
 
 use std::future::Future;
 
@@ -58,6 +65,26 @@ pub enum Command {
     Image {
         #[command(subcommand)]
         command: image::ImageCommand,
+    },
+    /// Workspaces: names are unique in one, and its members have rights in it.
+    #[command(visible_alias = "ws", arg_required_else_help = true)]
+    Workspace {
+        #[command(subcommand)]
+        command: workspace::WorkspaceCommand,
+    },
+    /// Access tokens.
+    #[command(arg_required_else_help = true)]
+    Token {
+        #[command(subcommand)]
+        command: token::TokenCommand,
+    },
+    /// Show who we are to the gateway, and what we may do.
+    Whoami,
+    /// Specs under a name, to make sandboxes of.
+    #[command(arg_required_else_help = true)]
+    Template {
+        #[command(subcommand)]
+        command: template::TemplateCommand,
     },
     /// Show what the gateway is and what it has left.
     Info,
@@ -108,6 +135,8 @@ pub enum Verb {
     /// Remove sandboxes with their disks.
     #[command(visible_alias = "rm")]
     Delete(delete::DeleteArgs),
+    /// Change a sandbox: its labels and annotations at any time, all else at rest.
+    Update(Box<update::UpdateArgs>),
     /// Wait until sandboxes have a phase.
     Wait(wait::WaitArgs),
     /// Print every change as it happens.
@@ -120,6 +149,15 @@ pub enum Verb {
     Network(network::NetworkArgs),
     /// Make a port of a sandbox one of the gateway's host, also while the sandbox sleeps.
     Expose(expose::ExposeArgs),
+    #[command(visible_alias = "copy")]
+    Cp(cp::CpArgs),
+    /// Open an SSH session to a ready sandbox, by the SSH server of its image.
+    Ssh(ssh::SshArgs),
+    /// Print what OpenSSH's client needs to reach sandboxes by name: `ssh NAME.torpor`.
+    SshConfig(ssh::SshConfigArgs),
+    /// Carry one SSH connection on standard input and output, for ssh's ProxyCommand.
+    #[command(hide = true)]
+    SshProxy(ssh::SshProxyArgs),
     /// Carry connections from here to ports of a ready sandbox.
     Forward(forward::ForwardArgs),
     /// Show, check, grow, compact or export the disk of a sandbox.
@@ -131,6 +169,10 @@ pub fn run(session: &Session, command: Command) -> Outcome {
     match command {
         Command::Verb(verb) | Command::Sandbox { verb } => block_on(run_verb(session, verb)),
         Command::Image { command } => block_on(image::run(session, command)),
+        Command::Workspace { command } => block_on(workspace::run(session, command)),
+        Command::Token { command } => block_on(token::run(session, command)),
+        Command::Whoami => block_on(token::who_am_i(session)),
+        Command::Template { command } => block_on(template::run(session, command)),
         Command::Info => block_on(info::run(session)),
         #[cfg(feature = "gateway")]
         Command::Serve(args) => serve::run(args),
@@ -156,12 +198,17 @@ async fn run_verb(session: &Session, verb: Verb) -> Outcome {
         Verb::Stop(args) => stop::run(session, args).await,
         Verb::Start(args) => start::run(session, args).await,
         Verb::Delete(args) => delete::run(session, args).await,
+        Verb::Update(args) => update::run(session, *args).await,
         Verb::Wait(args) => wait::run(session, args).await,
         Verb::Watch(args) => watch::run(session, args).await,
         Verb::Logs(args) => logs::run(session, args).await,
         Verb::History(args) => history::run(session, args).await,
         Verb::Network(args) => network::run(session, args).await,
         Verb::Expose(args) => expose::run(session, args).await,
+        Verb::Cp(args) => cp::run(session, args).await,
+        Verb::Ssh(args) => ssh::ssh(session, args).await,
+        Verb::SshConfig(args) => ssh::config(session, args).await,
+        Verb::SshProxy(args) => ssh::proxy_command(session, args).await,
         Verb::Forward(args) => forward::run(session, args).await,
         Verb::Disk(args) => disk::run(session, args).await,
     }

@@ -23,7 +23,7 @@ pub struct NetworkArgs {
 }
 
 /// Where a sandbox may send to.
-#[derive(Args)]
+#[derive(Args, Default)]
 pub struct EgressArgs {
     /// Where the sandbox may send to; the gateway's default when left out, or `allow` where rules are given. Never to the
     /// host, to other sandboxes or to metadata services.
@@ -54,7 +54,7 @@ enum Policy {
 
 impl EgressArgs {
     /// Whether anything was said.
-    fn given(&self) -> bool {
+    pub fn given(&self) -> bool {
         self.egress.is_some() || !self.allow.is_empty() || self.allow_names
     }
 

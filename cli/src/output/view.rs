@@ -21,6 +21,7 @@ pub(super) fn time(time: Option<&Timestamp>) -> Option<String> {
 pub struct Sandbox {
     id: String,
     name: String,
+    workspace: String,
     phase: &'static str,
     retained: Option<&'static str>,
     driver: Option<String>,
@@ -29,6 +30,7 @@ pub struct Sandbox {
     version: u64,
     image: Image,
     labels: BTreeMap<String, String>,
+    annotations: BTreeMap<String, String>,
     created: Option<String>,
     phase_since: Option<String>,
     command: Vec<String>,
@@ -135,6 +137,7 @@ impl From<&v1::Sandbox> for Sandbox {
         Self {
             id: sandbox.id.clone(),
             name: sandbox.name.clone(),
+            workspace: sandbox.workspace.clone(),
             phase: phase::name(phase::of(sandbox)),
             retained: retained(&status),
             driver: text(&status.driver).or_else(|| text(&spec.driver)),
@@ -143,6 +146,7 @@ impl From<&v1::Sandbox> for Sandbox {
             version: sandbox.version,
             image: Image { name: text(&spec.image), digest: text(&status.image_digest) },
             labels: sandbox.labels.clone().into_iter().collect(),
+            annotations: sandbox.annotations.clone().into_iter().collect(),
             created: time(sandbox.created.as_ref()),
             phase_since: time(status.phase_since.as_ref()),
             restart_policy: restart_policy(&spec),

@@ -186,7 +186,7 @@ impl Sandboxes for Service {
         self.note("logs", &request.into_inner().sandbox, "")?;
         let (sender, receiver) = mpsc::channel(4);
         for part in ["one\ntw", "o\n"] {
-            sender.send(Ok(v1::LogChunk { data: Bytes::from(part) })).await.unwrap();
+            sender.send(Ok(v1::LogChunk { data: Bytes::from(part), ..Default::default() })).await.unwrap();
         }
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
@@ -214,6 +214,33 @@ impl Sandboxes for Service {
         let sandbox = self.find(&target.sandbox)?;
         let spec = v1::SandboxSpec { egress: request.egress, ..sandbox.spec.clone().unwrap_or_default() };
         Ok(Response::new(self.put(v1::Sandbox { spec: Some(spec), ..sandbox })))
+    }
+
+    async fn update(&self, request: Request<v1::UpdateSandboxRequest>) -> Answer<v1::Sandbox> {
+        let request = request.into_inner();
+        let target = target(request.target);
+        self.note("update", &target.sandbox, &target.request_id)?;
+        let sandbox = self.find(&target.sandbox)?;
+        if target.expected_version != sandbox.version {
+            return Err(Status::aborted("stale"));
+        }
+        let labels = request.labels.map_or(sandbox.labels.clone(), |labels| labels.values);
+        let mut spec = sandbox.spec.clone().unwrap_or_default();
+        if let Some(environment) = request.environment {
+            spec.environment = environment.values;
+        }
+        Ok(Response::new(self.put(v1::Sandbox { spec: Some(spec), labels, ..sandbox })))
+    }
+
+    async fn resume_pending_update(
+        &self,
+        request: Request<v1::ResumePendingUpdateRequest>,
+    ) -> Answer<v1::Sandbox> {
+        let request = request.into_inner();
+        let target = target(request.target);
+        let verb = if request.abandon { "abandon update" } else { "resume update" };
+        self.note(verb, &target.sandbox, &target.request_id)?;
+        Ok(Response::new(self.find(&target.sandbox)?))
     }
 
     async fn expose(&self, request: Request<v1::ExposeRequest>) -> Answer<v1::ExposedPort> {

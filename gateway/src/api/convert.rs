@@ -3,14 +3,17 @@
 use std::time::{Duration, SystemTime};
 
 use torpor_proto::v1;
-use torpor_sandbox::{Exit, Failure, Keep, Phase, RestartPolicy, State, Volume};
+use torpor_sandbox::{Exit, Failure, Keep, Phase, RestartPolicy, State, Volume, spec::unqualified};
 
-use super::network;
+use super::{endpoints, network};
 use crate::{
     error::{ApiError, next_command},
+    expose::ExposeWish,
+    maintenance::Kind,
     pressure::Space,
     service::{Target, View, Wish},
     store::Transition,
+    update,
 };
 
 pub fn time(at: SystemTime) -> Option<prost_types::Timestamp> {
@@ -58,11 +61,22 @@ pub fn wanted_keep(keep: i32) -> Result<Keep, ApiError> {
     }
 }
 
-fn restart_policy(policy: RestartPolicy) -> v1::RestartPolicy {
+pub fn restart_policy(policy: RestartPolicy) -> v1::RestartPolicy {
     match policy {
         RestartPolicy::Never => v1::RestartPolicy::Never,
         RestartPolicy::OnFailure => v1::RestartPolicy::OnFailure,
         RestartPolicy::Always => v1::RestartPolicy::Always,
+    }
+}
+
+/// A restart policy from a client; none: it says nothing.
+pub fn wanted_restart(policy: i32) -> Result<Option<RestartPolicy>, ApiError> {
+    match v1::RestartPolicy::try_from(policy) {
+        Ok(v1::RestartPolicy::Unspecified) => Ok(None),
+        Ok(v1::RestartPolicy::Never) => Ok(Some(RestartPolicy::Never)),
+        Ok(v1::RestartPolicy::OnFailure) => Ok(Some(RestartPolicy::OnFailure)),
+        Ok(v1::RestartPolicy::Always) => Ok(Some(RestartPolicy::Always)),
+        Err(_) => Err(ApiError::invalid("restart_policy", format!("{policy} is not known"))),
     }
 }
 
@@ -80,19 +94,13 @@ pub fn target(target: Option<v1::Target>) -> Result<(Target, bool), ApiError> {
 
 pub fn wish(request: v1::CreateSandboxRequest) -> Result<Wish, ApiError> {
     let spec = request.spec.unwrap_or_default();
-    let restart = match v1::RestartPolicy::try_from(spec.restart_policy) {
-        Ok(v1::RestartPolicy::Unspecified | v1::RestartPolicy::Never) => RestartPolicy::Never,
-        Ok(v1::RestartPolicy::OnFailure) => RestartPolicy::OnFailure,
-        Ok(v1::RestartPolicy::Always) => RestartPolicy::Always,
-        Err(_) => {
-            return Err(ApiError::invalid("restart_policy", format!("{} is not known", spec.restart_policy)));
-        }
-    };
     let resources = spec.resources.unwrap_or_default();
     let text = |s: String| Some(s).filter(|s| !s.is_empty());
     Ok(Wish {
         name: text(request.name),
+        workspace: None,
         labels: request.labels.into_iter().collect(),
+        annotations: request.annotations.into_iter().collect(),
         image: text(spec.image),
         command: spec.command,
         environment: spec.environment.into_iter().collect(),
@@ -101,22 +109,30 @@ pub fn wish(request: v1::CreateSandboxRequest) -> Result<Wish, ApiError> {
         cpus: resources.cpus,
         memory_bytes: resources.memory_bytes,
         disk_bytes: resources.disk_bytes,
-        restart,
+        restart: wanted_restart(spec.restart_policy)?,
         driver: text(spec.driver),
         machine: text(spec.machine),
         kernel: text(spec.kernel),
         stop_grace: given(spec.stop_grace, "stop_grace")?,
         egress: network::egress(spec.egress)?,
         volumes: spec.volumes.into_iter().map(volume).collect(),
+        endpoints: endpoints::wanted(spec.endpoints)?,
+        template: text(request.template),
+        expose: request.expose.into_iter().map(port).collect(),
         request_id: text(request.request_id),
     })
 }
 
-fn volume(volume: v1::Volume) -> Volume {
+fn port(port: v1::ExposeAtCreate) -> ExposeWish {
+    let host = Some(port.host).filter(|host| !host.is_empty());
+    ExposeWish { port: port.port, host, wake: port.wake }
+}
+
+pub fn volume(volume: v1::Volume) -> Volume {
     Volume { source: volume.source, target: volume.target, read_only: volume.read_only }
 }
 
-fn shown_volume(volume: &Volume) -> v1::Volume {
+pub fn shown_volume(volume: &Volume) -> v1::Volume {
     v1::Volume { source: volume.source.clone(), target: volume.target.clone(), read_only: volume.read_only }
 }
 
@@ -125,9 +141,11 @@ pub fn sandbox(view: &View) -> v1::Sandbox {
     let spec = &record.spec;
     v1::Sandbox {
         id: record.id.to_string(),
-        name: record.name.clone(),
+        name: unqualified(&record.name).1.to_owned(),
+        workspace: spec.workspace.clone(),
         version: record.version,
         labels: record.labels.clone().into_iter().collect(),
+        annotations: record.annotations.clone().into_iter().collect(),
         spec: Some(v1::SandboxSpec {
             image: spec.image.clone(),
             command: spec.command.clone(),
@@ -146,6 +164,7 @@ pub fn sandbox(view: &View) -> v1::Sandbox {
             stop_grace: duration(spec.stop_grace),
             egress: spec.egress.as_ref().map(network::shown),
             volumes: spec.volumes.iter().map(shown_volume).collect(),
+            endpoints: spec.endpoints.iter().map(endpoints::shown).collect(),
         }),
         status: Some(status(view)),
         created: time(record.created),
@@ -153,8 +172,9 @@ pub fn sandbox(view: &View) -> v1::Sandbox {
 }
 
 /// What a watcher hears of a sandbox that is gone.
-pub fn buried(id: String, name: String) -> v1::Sandbox {
-    v1::Sandbox { id, name, ..v1::Sandbox::default() }
+pub fn buried(id: String, name: &str) -> v1::Sandbox {
+    let (workspace, name) = unqualified(name);
+    v1::Sandbox { id, name: name.to_owned(), workspace: workspace.to_owned(), ..v1::Sandbox::default() }
 }
 
 fn status(view: &View) -> v1::SandboxStatus {
@@ -198,6 +218,7 @@ fn status(view: &View) -> v1::SandboxStatus {
         then: state.then.map_or_else(String::new, |then| then.to_string()),
         boot_id: facts.boot_id.clone().unwrap_or_default(),
         egress: view.egress.as_ref().map(network::shown),
+        endpoints: endpoints::statuses(view),
     }
 }
 
@@ -228,6 +249,16 @@ fn conditions(view: &View) -> Vec<v1::Condition> {
             reason: trouble.reason.clone(),
             message: trouble.message.clone(),
             since: None,
+        });
+    }
+    if let Some(pending) = &view.record.state.update {
+        let (reason, message) = update::condition(pending, view.operation == Some(Kind::Update));
+        all.push(v1::Condition {
+            r#type: "UpdatePending".to_owned(),
+            status: true,
+            reason: reason.to_owned(),
+            message,
+            since: time(pending.since),
         });
     }
     if let Some(space) = &view.pressed {

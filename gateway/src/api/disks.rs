@@ -12,8 +12,9 @@ use torpor_sandbox::{
     disk::{DiskCheck, DiskLayer, DiskPiece, DiskState},
 };
 
-use super::{Shared, convert, to_status};
+use super::{Shared, convert, sandboxes::allowed, to_status};
 use crate::{
+    access::Caller,
     disks::{CompactStep, DiskView, ExportStep, Steps},
     error::ApiError,
     service::Target,
@@ -30,21 +31,30 @@ fn stream<T: Send + 'static, W: 'static>(
     Box::pin(ReceiverStream::new(steps).map(move |step| step.map(&mut convert).map_err(to_status)))
 }
 
-fn named(sandbox: String, field: &'static str) -> Result<Target, Status> {
-    match sandbox.is_empty() {
-        true => Err(to_status(ApiError::invalid(field, "a name or id is needed"))),
-        false => Ok(Target { sandbox, ..Target::default() }),
+async fn named(caller: &Caller, sandbox: &str, field: &'static str) -> Result<Target, Status> {
+    if sandbox.is_empty() {
+        return Err(to_status(ApiError::invalid(field, "a name or id is needed")));
     }
+    let sandbox = caller.key(sandbox).await.map_err(to_status)?;
+    Ok(Target { sandbox, ..Target::default() })
 }
 
-pub async fn get(service: &Shared, request: v1::GetDiskRequest) -> Result<v1::DiskReport, Status> {
-    let target = named(request.sandbox, "sandbox")?;
+pub async fn get(
+    service: &Shared,
+    caller: &Caller,
+    request: v1::GetDiskRequest,
+) -> Result<v1::DiskReport, Status> {
+    let target = named(caller, &request.sandbox, "sandbox").await?;
     let view = service.disk(&target.sandbox, request.check).await.map_err(to_status)?;
     Ok(report(view))
 }
 
-pub async fn grow(service: &Shared, request: v1::GrowDiskRequest) -> Result<Arc<Record>, Status> {
-    let (target, _) = convert::target(request.target).map_err(to_status)?;
+pub async fn grow(
+    service: &Shared,
+    caller: &Caller,
+    request: v1::GrowDiskRequest,
+) -> Result<Arc<Record>, Status> {
+    let (target, _) = allowed(caller, request.target).await?;
     // In a task of its own: a caller that goes away must not keep the new size from being written down.
     let service = service.clone();
     let grown = tokio::spawn(async move { service.grow_disk(target, request.size_bytes).await }).await;
@@ -53,9 +63,10 @@ pub async fn grow(service: &Shared, request: v1::GrowDiskRequest) -> Result<Arc<
 
 pub async fn compact(
     service: &Shared,
+    caller: &Caller,
     request: v1::CompactDiskRequest,
 ) -> Result<Events<v1::CompactDiskProgress>, Status> {
-    let (target, _) = convert::target(request.target).map_err(to_status)?;
+    let (target, _) = allowed(caller, request.target).await?;
     let steps = service.compact_disk(&target, request.rewrite).await.map_err(to_status)?;
     let shown = |step| match step {
         CompactStep::Progress(done_bytes, total_bytes) => {
@@ -74,6 +85,7 @@ pub async fn compact(
 
 pub async fn export(
     service: &Shared,
+    caller: &Caller,
     request: v1::ExportDiskRequest,
 ) -> Result<Events<v1::ExportDiskChunk>, Status> {
     let format = match v1::DiskFormat::try_from(request.format) {
@@ -83,7 +95,7 @@ pub async fn export(
             return Err(to_status(ApiError::invalid("format", format!("{} is not known", request.format))));
         }
     };
-    let target = named(request.sandbox, "sandbox")?;
+    let target = named(caller, &request.sandbox, "sandbox").await?;
     let steps = service.export_disk(&target, format).await.map_err(to_status)?;
     let (mut size_bytes, mut data_bytes) = (0, 0);
     let shown = move |step| {

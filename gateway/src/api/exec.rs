@@ -5,12 +5,13 @@ use std::pin::Pin;
 use futures::{Stream, StreamExt as _};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Status, Streaming};
+use tonic::Status;
 use torpor_proto::{agent::v1 as agent, v1};
 use torpor_sandbox::spec::validate_environment;
 
 use super::{Shared, to_status};
 use crate::{
+    access::Caller,
     error::{ApiError, Code},
     store::Record,
 };
@@ -24,15 +25,20 @@ pub(super) const LAST_WORD: std::time::Duration = std::time::Duration::from_secs
 /// Exit code when the timeout ended the command, as timeout(1) has it.
 const TIMED_OUT: i32 = 124;
 
+/// What a client sends.
+pub trait Inputs: Stream<Item = Result<v1::ExecInput, Status>> + Send + Unpin + 'static {}
+
+impl<S: Stream<Item = Result<v1::ExecInput, Status>> + Send + Unpin + 'static> Inputs for S {}
+
 type Outputs = Pin<Box<dyn Stream<Item = Result<v1::ExecOutput, Status>> + Send>>;
 
 /// Runs one command.
-pub async fn exec(service: Shared, mut input: Streaming<v1::ExecInput>) -> Result<Outputs, Status> {
-    let start = match input.message().await? {
+pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> Result<Outputs, Status> {
+    let start = match input.next().await.transpose()? {
         Some(v1::ExecInput { kind: Some(v1::exec_input::Kind::Start(start)) }) => start,
         _ => return Err(to_status(ApiError::invalid("start", "the first message must say what to run"))),
     };
-    let (sandbox, tty) = (start.sandbox.clone(), start.tty);
+    let (sandbox, tty) = (caller.key(&start.sandbox).await.map_err(to_status)?, start.tty);
     let (to_agent, start) = (mpsc::channel(BUFFER), convert_start(start).map_err(to_status)?);
     let (record, channel, session) = service.connect(&sandbox).await.map_err(to_status)?;
     let (tx, rx) = to_agent;
@@ -90,7 +96,7 @@ pub async fn exec(service: Shared, mut input: Streaming<v1::ExecInput>) -> Resul
     Ok(Box::pin(ReceiverStream::new(outputs)))
 }
 
-async fn pump_input(mut input: Streaming<v1::ExecInput>, to_agent: mpsc::Sender<agent::ExecInput>) {
+async fn pump_input(mut input: impl Inputs, to_agent: mpsc::Sender<agent::ExecInput>) {
     use v1::exec_input::Kind;
     while let Some(Ok(message)) = input.next().await {
         let kind = match message.kind {

@@ -2,7 +2,7 @@
 
 use std::pin::Pin;
 
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
@@ -17,6 +17,7 @@ use super::{
     to_status,
 };
 use crate::{
+    access::Caller,
     error::{ApiError, Code},
     expose::port_of,
     forward::{self, Piece},
@@ -25,17 +26,23 @@ use crate::{
 /// Messages under way to the client.
 const BUFFER: usize = 4;
 
+/// What a client sends.
+pub trait Inputs: Stream<Item = Result<v1::ForwardInput, Status>> + Send + Unpin + 'static {}
+
+impl<S: Stream<Item = Result<v1::ForwardInput, Status>> + Send + Unpin + 'static> Inputs for S {}
+
 type Output = mpsc::Sender<Result<v1::ForwardOutput, Status>>;
 type Outputs = Pin<Box<dyn Stream<Item = Result<v1::ForwardOutput, Status>> + Send>>;
 
 /// Opens a connection and carries it.
-pub async fn forward(service: Shared, mut input: Streaming<v1::ForwardInput>) -> Result<Outputs, Status> {
-    let start = match input.message().await? {
+pub async fn forward(service: Shared, caller: &Caller, mut input: impl Inputs) -> Result<Outputs, Status> {
+    let start = match input.next().await.transpose()? {
         Some(v1::ForwardInput { kind: Some(forward_input::Kind::Start(start)) }) => start,
         _ => return Err(to_status(ApiError::invalid("start", "the first message must say which port"))),
     };
     let port = port_of(start.port).map_err(to_status)?;
-    let (record, channel, session) = service.connect(&start.sandbox).await.map_err(to_status)?;
+    let key = caller.key(&start.sandbox).await.map_err(to_status)?;
+    let (record, channel, session) = service.connect(&key).await.map_err(to_status)?;
     let opened = tokio::select! {
         opened = forward::open(channel, port) => opened,
         () = session.cancelled() => return Err(left_ready(&service, &record).await),
@@ -77,12 +84,9 @@ enum Broken {
 }
 
 /// From the client into the sandbox.
-async fn upwards(
-    mut input: Streaming<v1::ForwardInput>,
-    to_agent: mpsc::Sender<agent::ForwardInput>,
-) -> Result<(), Broken> {
+async fn upwards(mut input: impl Inputs, to_agent: mpsc::Sender<agent::ForwardInput>) -> Result<(), Broken> {
     loop {
-        let kind = match input.message().await.ok().flatten().map(|message| message.kind) {
+        let kind = match input.next().await.transpose().ok().flatten().map(|message| message.kind) {
             Some(Some(forward_input::Kind::Data(data))) => agent::forward_input::Kind::Data(data),
             Some(Some(forward_input::Kind::Close(_))) => {
                 agent::forward_input::Kind::Close(agent::ForwardClose {})

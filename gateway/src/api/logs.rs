@@ -1,26 +1,33 @@
-//! Logs: the console that the driver keeps, or the main command's output that the agent keeps.
+//! Logs: the console that the driver keeps, or the main command's output that the gateway keeps.
 
-use std::{pin::Pin, time::Duration};
+use std::{
+    pin::Pin,
+    time::{Duration, SystemTime},
+};
 
 use bytes::Bytes;
-use futures::{Stream, StreamExt as _};
+use futures::Stream;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
-use torpor_proto::{
-    agent::v1 as agent,
-    v1::{self, logs_request::Source},
-};
+use torpor_proto::v1::{self, logs_request::Source};
+use torpor_sandbox::Phase;
 
-use super::{Shared, exec, to_status};
-use crate::{error::ApiError, store::Record};
+use super::{Shared, to_status};
+use crate::{
+    error::ApiError,
+    mainlog::{Live, Log, Position, Record as Piece},
+    store::Record,
+};
 
 /// How often a console that is followed is looked at.
 const LOOK: Duration = Duration::from_millis(300);
 /// The most of a console that is kept and shown, bytes.
 const CONSOLE: usize = 1 << 20;
-/// The agent replays what it has kept in one go: a pause means that this was all.
-const PAUSE: Duration = Duration::from_millis(500);
+/// What a command has just written is on its way for less than this.
+const UNDER_WAY: Duration = Duration::from_millis(150);
+/// For the gateway to hear a sandbox that has just become Ready.
+const HEARD_WITHIN: Duration = Duration::from_secs(2);
 const BUFFER: usize = 8;
 
 type Chunks = Pin<Box<dyn Stream<Item = Result<v1::LogChunk, Status>> + Send>>;
@@ -29,83 +36,131 @@ type Out = mpsc::Sender<Result<v1::LogChunk, Status>>;
 /// Streams logs.
 pub async fn logs(service: Shared, request: v1::LogsRequest) -> Result<Chunks, Status> {
     let record = service.store.get(&request.sandbox).await.map_err(|e| to_status(e.into()))?;
-    let source = match Source::try_from(request.source) {
-        Ok(Source::Unspecified)
-            if record.spec.command.is_empty() || record.state.phase != torpor_sandbox::Phase::Ready =>
-        {
-            Source::Console
-        }
-        Ok(Source::Unspecified) => Source::Main,
-        Ok(source) => source,
-        Err(_) => {
-            return Err(to_status(ApiError::invalid("source", format!("{} is not known", request.source))));
-        }
-    };
-    let (out, chunks) = mpsc::channel(BUFFER);
-    if source == Source::Main {
-        let (record, channel, session) = service.connect(&request.sandbox).await.map_err(to_status)?;
-        let mut client = agent::agent_client::AgentClient::new(channel);
-        let events =
-            client.events(agent::EventsRequest {}).await.map_err(|s| exec::agent_failed(&record, &s))?;
-        tokio::spawn(async move {
-            tokio::select! {
-                () = main_output(events.into_inner(), &request, &out) => {}
-                () = session.cancelled() => {}
-                () = service.end.cancelled() => {}
-                () = out.closed() => {}
-            }
-        });
-    } else {
-        tokio::spawn(async move {
-            tokio::select! {
-                () = console(&service, &record, &request, &out) => {}
-                () = service.end.cancelled() => {}
-                () = out.closed() => {}
-            }
-        });
+    let since = request.since.map(SystemTime::try_from).transpose();
+    let since = since.map_err(|e| to_status(ApiError::invalid("since", e)))?;
+    let source = source_of(&record, request.source).map_err(to_status)?;
+    if source == Source::Console && since.is_some() {
+        let problem = "the lines of a console have no times; give a number of lines, or the source main";
+        return Err(to_status(ApiError::invalid("since", problem)));
     }
+    let (out, chunks) = mpsc::channel(BUFFER);
+    tokio::spawn(async move {
+        let work = async {
+            match source {
+                Source::Main => main_output(&service, &record, &request, since, &out).await,
+                _ => console(&service, &record, &request, &out).await,
+            }
+        };
+        tokio::select! {
+            () = work => {}
+            () = service.end.cancelled() => {}
+            () = out.closed() => {}
+        }
+    });
     Ok(Box::pin(ReceiverStream::new(chunks)))
 }
 
-async fn send(out: &Out, data: Bytes) -> bool {
-    data.is_empty() || out.send(Ok(v1::LogChunk { data })).await.is_ok()
+/// The main command's output where there is one, unless the sandbox failed: then the console tells more.
+fn source_of(record: &Record, asked: i32) -> Result<Source, ApiError> {
+    match Source::try_from(asked) {
+        Ok(Source::Unspecified) if record.spec.command.is_empty() || record.state.phase == Phase::Error => {
+            Ok(Source::Console)
+        }
+        Ok(Source::Unspecified) => Ok(Source::Main),
+        Ok(source) => Ok(source),
+        Err(_) => Err(ApiError::invalid("source", format!("{asked} is not known"))),
+    }
 }
 
-/// The last `lines` lines; all for 0.
-fn last_lines(data: &[u8], lines: u32) -> &[u8] {
+async fn send(out: &Out, data: Bytes) -> bool {
+    data.is_empty() || out.send(Ok(v1::LogChunk { data, ..v1::LogChunk::default() })).await.is_ok()
+}
+
+/// Where the last `lines` lines begin; 0 for all of them.
+fn last_lines(data: &[u8], lines: u32) -> usize {
     if lines == 0 {
-        return data;
+        return 0;
     }
     let body = data.strip_suffix(b"\n").unwrap_or(data);
     let breaks = body.iter().enumerate().rev().filter(|(_, b)| **b == b'\n');
-    let from = breaks.map(|(at, _)| at + 1).nth(lines as usize - 1).unwrap_or(0);
-    &data[from..]
+    breaks.map(|(at, _)| at + 1).nth(lines as usize - 1).unwrap_or(0)
 }
 
-async fn main_output(mut events: tonic::Streaming<agent::Event>, request: &v1::LogsRequest, out: &Out) {
-    let mut kept = Vec::new();
-    // First what the agent has kept, so that only its last lines are shown when asked for.
-    while let Ok(Some(Ok(event))) = tokio::time::timeout(PAUSE, events.next()).await {
-        match event.kind {
-            Some(agent::event::Kind::MainOutput(output)) => kept.extend_from_slice(&output.data),
-            Some(agent::event::Kind::MainExit(_) | agent::event::Kind::KeepAlive(_)) | None => break,
-        }
-        if kept.len() > CONSOLE {
-            break;
+/// The rest of some pieces without so many bytes at their beginning.
+fn without(pieces: Vec<Piece>, mut skip: usize) -> Vec<Piece> {
+    let cut = pieces.into_iter().filter_map(|mut piece| {
+        let gone = skip.min(piece.data.len());
+        skip -= gone;
+        let _ = piece.data.split_to(gone);
+        (!piece.data.is_empty()).then_some(piece)
+    });
+    cut.collect()
+}
+
+async fn send_pieces(out: &Out, pieces: Vec<Piece>) -> bool {
+    for Piece { time, stderr, data, .. } in pieces {
+        if out.send(Ok(v1::LogChunk { data, time: Some(time.into()), stderr })).await.is_err() {
+            return false;
         }
     }
-    if !send(out, Bytes::copy_from_slice(last_lines(&kept, request.tail_lines))).await || !request.follow {
+    true
+}
+
+async fn read(log: &std::sync::Arc<Log>, at: &mut Position) -> Option<Vec<Piece>> {
+    let (log, from) = (log.clone(), *at);
+    let read = tokio::task::spawn_blocking(move || {
+        let mut at = from;
+        log.read(&mut at).map(|pieces| (pieces, at))
+    });
+    match read.await {
+        Ok(Ok((pieces, now))) => {
+            *at = now;
+            Some(pieces)
+        }
+        Ok(Err(error)) => {
+            tracing::warn!(%error, "the output of a main command can't be read");
+            None
+        }
+        Err(_) => None,
+    }
+}
+
+async fn main_output(
+    service: &Shared,
+    record: &Record,
+    request: &v1::LogsRequest,
+    since: Option<SystemTime>,
+    out: &Out,
+) {
+    let log = service.main_logs.of(&record.id);
+    let mut news = log.news();
+    let ready = record.state.phase == Phase::Ready && !record.spec.command.is_empty();
+    if ready {
+        // Whoever asks right after a word was written finds it.
+        if *news.borrow() == Live::Unheard {
+            let _ = tokio::time::timeout(HEARD_WITHIN, news.changed()).await;
+        }
+        while let Ok(Ok(())) = tokio::time::timeout(UNDER_WAY, news.changed()).await {
+            if *news.borrow() == Live::Ended {
+                break;
+            }
+        }
+    }
+    let mut at = Position::default();
+    let Some(mut pieces) = read(&log, &mut at).await else { return };
+    if let Some(since) = since {
+        pieces.retain(|piece| piece.time >= since);
+    }
+    let whole: Vec<u8> = pieces.iter().flat_map(|piece| piece.data.iter().copied()).collect();
+    let pieces = without(pieces, last_lines(&whole, request.tail_lines));
+    if !send_pieces(out, pieces).await || !request.follow || !ready {
         return;
     }
-    while let Some(Ok(event)) = events.next().await {
-        match event.kind {
-            Some(agent::event::Kind::MainOutput(output)) => {
-                if !send(out, output.data).await {
-                    return;
-                }
-            }
-            Some(agent::event::Kind::MainExit(_)) => return,
-            Some(agent::event::Kind::KeepAlive(_)) | None => {}
+    loop {
+        let ended = *news.borrow_and_update() == Live::Ended;
+        let Some(pieces) = read(&log, &mut at).await else { return };
+        if !send_pieces(out, pieces).await || ended || news.changed().await.is_err() {
+            return;
         }
     }
 }
@@ -113,15 +168,14 @@ async fn main_output(mut events: tonic::Streaming<agent::Event>, request: &v1::L
 async fn console(service: &Shared, record: &Record, request: &v1::LogsRequest, out: &Out) {
     let Some(driver) = service.drivers.get(&record.spec.driver) else { return };
     let mut seen = driver.console(&record.id, CONSOLE).await;
-    if !send(out, Bytes::copy_from_slice(last_lines(&seen, request.tail_lines))).await || !request.follow {
+    let from = last_lines(&seen, request.tail_lines);
+    if !send(out, Bytes::copy_from_slice(&seen[from..])).await || !request.follow {
         return;
     }
     loop {
         tokio::time::sleep(LOOK).await;
         match service.store.get(record.id.as_str()).await {
-            Ok(latest)
-                if latest.state.phase == torpor_sandbox::Phase::Ready || !latest.state.phase.is_settled() => {
-            }
+            Ok(latest) if latest.state.phase == Phase::Ready || !latest.state.phase.is_settled() => {}
             _ => return,
         }
         let now = driver.console(&record.id, CONSOLE).await;
@@ -170,10 +224,10 @@ mod tests {
 
     #[test]
     fn the_last_lines_are_whole_lines() {
-        assert_eq!(last_lines(b"a\nb\nc\n", 2), b"b\nc\n");
-        assert_eq!(last_lines(b"a\nb\nc", 1), b"c");
-        assert_eq!(last_lines(b"a\n", 5), b"a\n");
-        assert_eq!(last_lines(b"a\nb\n", 0), b"a\nb\n");
+        assert_eq!(last_lines(b"a\nb\nc\n", 2), 2);
+        assert_eq!(last_lines(b"a\nb\nc", 1), 4);
+        assert_eq!(last_lines(b"a\n", 5), 0);
+        assert_eq!(last_lines(b"a\nb\n", 0), 0);
     }
 
     #[test]

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use tonic::Status;
 use torpor_proto::v1;
-use torpor_sandbox::Egress;
+use torpor_sandbox::{Egress, spec::unqualified};
 
-use super::{Shared, convert, to_status};
-use crate::{error::ApiError, expose::ExposedView, store::Record};
+use super::{Shared, convert, sandboxes::allowed, to_status};
+use crate::{access::Caller, error::ApiError, expose::ExposedView, store::Record};
 
 /// A policy from a client; none: the default.
 pub fn egress(wanted: Option<v1::Egress>) -> Result<Option<Egress>, ApiError> {
@@ -40,8 +40,12 @@ pub fn shown(egress: &Egress) -> v1::Egress {
     v1::Egress { policy: policy.into(), allow, allow_names }
 }
 
-pub async fn set_egress(service: &Shared, request: v1::SetEgressRequest) -> Result<Arc<Record>, Status> {
-    let (target, _) = convert::target(request.target).map_err(to_status)?;
+pub async fn set_egress(
+    service: &Shared,
+    caller: &Caller,
+    request: v1::SetEgressRequest,
+) -> Result<Arc<Record>, Status> {
+    let (target, _) = allowed(caller, request.target).await?;
     let egress = egress(request.egress).map_err(to_status)?;
     // In a task of its own: what is written shall be in force, whether or not the caller waits.
     let service = service.clone();
@@ -49,20 +53,24 @@ pub async fn set_egress(service: &Shared, request: v1::SetEgressRequest) -> Resu
     Ok(set.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?.record)
 }
 
-fn named(sandbox: &str) -> Result<&str, Status> {
+async fn named(caller: &Caller, sandbox: &str) -> Result<String, Status> {
     match sandbox {
         "" => Err(to_status(ApiError::invalid("sandbox", "a name or id is needed"))),
-        name => Ok(name),
+        name => caller.key(name).await.map_err(to_status),
     }
 }
 
-pub async fn expose(service: &Shared, request: v1::ExposeRequest) -> Result<v1::ExposedPort, Status> {
-    named(&request.sandbox)?;
+pub async fn expose(
+    service: &Shared,
+    caller: &Caller,
+    request: v1::ExposeRequest,
+) -> Result<v1::ExposedPort, Status> {
+    let key = named(caller, &request.sandbox).await?;
     // In a task of its own: row and socket belong together.
     let service = service.clone();
     let exposed = tokio::spawn(async move {
         let host = Some(request.host.as_str()).filter(|host| !host.is_empty());
-        service.expose(&request.sandbox, request.port, host, request.wake).await
+        service.expose(&key, request.port, host, request.wake).await
     });
     let view = exposed.await.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?;
     Ok(port(view))
@@ -70,23 +78,29 @@ pub async fn expose(service: &Shared, request: v1::ExposeRequest) -> Result<v1::
 
 pub async fn list(
     service: &Shared,
+    caller: &Caller,
     request: v1::ListExposedRequest,
 ) -> Result<v1::ListExposedResponse, Status> {
-    let sandbox = Some(request.sandbox.as_str()).filter(|name| !name.is_empty());
-    let views = service.exposed(sandbox).await.map_err(to_status)?;
-    Ok(v1::ListExposedResponse { ports: views.into_iter().map(port).collect() })
+    if !request.sandbox.is_empty() {
+        let key = named(caller, &request.sandbox).await?;
+        let views = service.exposed(Some(&key)).await.map_err(to_status)?;
+        return Ok(v1::ListExposedResponse { ports: views.into_iter().map(port).collect() });
+    }
+    let scope = caller.scope(false).map_err(to_status)?;
+    let views = service.exposed(None).await.map_err(to_status)?.into_iter();
+    let seen = views.filter(|view| scope.has(unqualified(&view.row.name).0));
+    Ok(v1::ListExposedResponse { ports: seen.map(port).collect() })
 }
 
 pub async fn unexpose(
     service: &Shared,
+    caller: &Caller,
     request: v1::UnexposeRequest,
 ) -> Result<v1::UnexposeResponse, Status> {
-    named(&request.sandbox)?;
+    let key = named(caller, &request.sandbox).await?;
     let service = service.clone();
     let removing =
-        tokio::spawn(
-            async move { service.unexpose(&request.sandbox, request.port, request.allow_missing).await },
-        );
+        tokio::spawn(async move { service.unexpose(&key, request.port, request.allow_missing).await });
     let removed = removing.await.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?;
     Ok(v1::UnexposeResponse { removed })
 }

@@ -5,7 +5,10 @@ use std::collections::HashMap;
 use tonic::Status;
 use tonic_types::{ErrorDetails, StatusExt as _};
 
-use crate::error::{ApiError, Code, RETRY_AFTER};
+use crate::{
+    error::{ApiError, Code, RETRY_AFTER},
+    store::StoreError,
+};
 
 /// The domain of every reason of ours.
 pub const DOMAIN: &str = "torpor";
@@ -30,6 +33,8 @@ pub fn to_status(error: ApiError) -> Status {
         Code::Unavailable => tonic::Code::Unavailable,
         Code::DeadlineExceeded => tonic::Code::DeadlineExceeded,
         Code::Unimplemented => tonic::Code::Unimplemented,
+        Code::Unauthenticated => tonic::Code::Unauthenticated,
+        Code::PermissionDenied => tonic::Code::PermissionDenied,
         Code::Internal => tonic::Code::Internal,
     };
     if code == tonic::Code::Internal {
@@ -55,6 +60,18 @@ pub fn to_status(error: ApiError) -> Status {
         details.set_retry_info(Some(RETRY_AFTER));
     }
     Status::with_error_details(code, message, details)
+}
+
+impl From<ApiError> for Status {
+    fn from(error: ApiError) -> Self {
+        to_status(error)
+    }
+}
+
+impl From<StoreError> for Status {
+    fn from(error: StoreError) -> Self {
+        to_status(error.into())
+    }
 }
 
 /// The beginning (or the end) of a text that fits, counted as gRPC encodes messages: anything but printable ASCII takes

@@ -7,11 +7,12 @@ use tokio::sync::{broadcast::error::RecvError, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use torpor_proto::v1::{self, sandbox_event::Kind};
+use torpor_sandbox::spec::unqualified;
 
 use super::{Shared, convert, to_status};
 use crate::{
     error::ApiError,
-    store::{Cursor, Missed, Record, Since, Wanted},
+    store::{Cursor, Missed, Record, Selector, Since, Wanted},
 };
 
 /// Events that wait for a slow reader; then it is the reader's own stream that waits, and lags, and reads on.
@@ -33,14 +34,17 @@ struct Watcher {
 struct Gone;
 
 /// Starts a watch.
-pub async fn watch(service: Shared, request: v1::WatchSandboxesRequest) -> Result<Events, ApiError> {
-    let selector = request.label_selector.parse()?;
+pub async fn watch(
+    service: Shared,
+    request: v1::WatchSandboxesRequest,
+    selector: Selector,
+) -> Result<Events, ApiError> {
     let wanted = match request.sandbox.as_str() {
         "" => Wanted::Labels(selector),
         name => {
             let record = service.store.get(name).await?;
             // With labels that it doesn't have it is not one of the wanted.
-            match selector.matches(&record.labels) {
+            match selector.chooses(&record) {
                 true => Wanted::Id(record.id.to_string()),
                 false => Wanted::Id(String::new()),
             }
@@ -146,7 +150,8 @@ impl Watcher {
 
     async fn changed(&mut self, record: Arc<Record>, kind: Kind) -> Result<(), Gone> {
         if !self.wanted.has(&record) {
-            return Ok(());
+            // Its labels were changed, or somebody else's sandbox has.
+            return self.deleted(record.id.to_string(), record.name.clone()).await;
         }
         self.known.insert(record.id.to_string());
         let view = self.service.view(record).await;
@@ -154,11 +159,14 @@ impl Watcher {
     }
 
     async fn deleted(&mut self, id: String, name: String) -> Result<(), Gone> {
-        let other = matches!(&self.wanted, Wanted::Id(wanted) if *wanted != id);
+        let other = match &self.wanted {
+            Wanted::Id(wanted) => *wanted != id,
+            Wanted::Labels(selector) => !selector.reaches(unqualified(&name).0),
+        };
         if !self.known.remove(&id) || other {
             return Ok(());
         }
-        self.send(Kind::Deleted, Some(convert::buried(id, name))).await
+        self.send(Kind::Deleted, Some(convert::buried(id, &name))).await
     }
 
     async fn send(&self, kind: Kind, sandbox: Option<v1::Sandbox>) -> Result<(), Gone> {

@@ -1,12 +1,13 @@
 //! The verbs.
 
-use tonic::{Streaming, transport::Channel};
+use tonic::Streaming;
 use torpor_proto::v1::{
-    self, gateway_client::GatewayClient, images_client::ImagesClient, sandboxes_client::SandboxesClient,
+    self, files_client::FilesClient, gateway_client::GatewayClient, images_client::ImagesClient,
+    sandboxes_client::SandboxesClient,
 };
 
 use crate::{
-    endpoint,
+    endpoint::{self, Options, Transport},
     error::Error,
     exec::Exec,
     retry::{Retry, request_id},
@@ -36,17 +37,25 @@ const PAGE: i32 = 500;
 /// Every method fails with [`Error::Api`] when the gateway refuses, and [`Error::Lost`] when the connection breaks.
 #[derive(Clone, Debug)]
 pub struct Client {
-    channel: Channel,
+    channel: Transport,
     pub(crate) retry: Retry,
 }
 
 impl Client {
-    /// Connects to `unix:///path/to.sock` or `http://host:port`.
+    /// Connects to `unix:///path/to.sock`, `https://host:port` or, on loopback, `http://host:port`.
     ///
     /// # Errors
     /// [`Error::Endpoint`] for anything else, [`Error::Unreachable`] when nobody answers there.
     pub async fn connect(endpoint: &str) -> Result<Self, Error> {
-        Ok(Self { channel: endpoint::connect(endpoint).await?, retry: Retry::default() })
+        Self::connect_with(endpoint, &Options::default()).await
+    }
+
+    /// The same, as somebody in particular.
+    ///
+    /// # Errors
+    /// As [`Client::connect`]; also for a certificate that can't be read, and a token that would go in the clear.
+    pub async fn connect_with(endpoint: &str, options: &Options) -> Result<Self, Error> {
+        Ok(Self { channel: endpoint::connect(endpoint, options).await?, retry: Retry::default() })
     }
 
     /// The same connection with other patience.
@@ -56,15 +65,23 @@ impl Client {
         self
     }
 
-    pub(crate) fn sandboxes(&self) -> SandboxesClient<Channel> {
+    pub(crate) fn transport(&self) -> Transport {
+        self.channel.clone()
+    }
+
+    pub(crate) fn sandboxes(&self) -> SandboxesClient<Transport> {
         SandboxesClient::new(self.channel.clone())
     }
 
-    fn images(&self) -> ImagesClient<Channel> {
+    pub(crate) fn files(&self) -> FilesClient<Transport> {
+        FilesClient::new(self.channel.clone())
+    }
+
+    fn images(&self) -> ImagesClient<Transport> {
         ImagesClient::new(self.channel.clone())
     }
 
-    fn gateway(&self) -> GatewayClient<Channel> {
+    fn gateway(&self) -> GatewayClient<Transport> {
         GatewayClient::new(self.channel.clone())
     }
 
@@ -93,10 +110,23 @@ impl Client {
     /// # Errors
     /// See [`Client`]; [`Error::Protocol`] when the pages go round in a circle.
     pub async fn list(&self, label_selector: &str) -> Result<Vec<v1::Sandbox>, Error> {
+        self.list_of(label_selector, false).await
+    }
+
+    /// The same, of every workspace that the caller may look into.
+    ///
+    /// # Errors
+    /// As [`Client::list`].
+    pub async fn list_everywhere(&self, label_selector: &str) -> Result<Vec<v1::Sandbox>, Error> {
+        self.list_of(label_selector, true).await
+    }
+
+    async fn list_of(&self, label_selector: &str, all_workspaces: bool) -> Result<Vec<v1::Sandbox>, Error> {
         let mut request = v1::ListSandboxesRequest {
             page_size: PAGE,
             page_token: String::new(),
             label_selector: label_selector.to_owned(),
+            all_workspaces,
         };
         let mut all = Vec::new();
         loop {

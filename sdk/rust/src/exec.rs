@@ -3,10 +3,10 @@
 use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Streaming, transport::Channel};
+use tonic::Streaming;
 use torpor_proto::v1::{self, exec_input, exec_output, sandboxes_client::SandboxesClient};
 
-use crate::error::Error;
+use crate::{endpoint::Transport, error::Error};
 
 /// Inputs that may wait for the network: beyond it the writer waits, so that memory stays flat.
 const INPUTS_IN_FLIGHT: usize = 8;
@@ -44,7 +44,7 @@ pub enum Output {
 
 impl Exec {
     pub(crate) async fn start(
-        mut client: SandboxesClient<Channel>,
+        mut client: SandboxesClient<Transport>,
         start: v1::ExecStart,
     ) -> Result<Self, Error> {
         let (sender, receiver) = mpsc::channel(INPUTS_IN_FLIGHT);

@@ -19,22 +19,26 @@
 
 #[macro_use]
 mod client;
+mod access;
 mod disk;
 mod endpoint;
 mod error;
 mod exec;
+mod files;
 mod network;
 pub mod phase;
 mod retry;
+mod update;
 mod wait;
 mod watch;
 
 pub use client::Client;
 pub use disk::{DiskExport, DiskPiece};
-pub use endpoint::DEFAULT_ENDPOINT;
+pub use endpoint::{DEFAULT_ENDPOINT, Options, Tls};
 pub use error::{ApiError, Error};
 pub use exec::{Exec, ExecInput, ExecOutput, Output};
-pub use network::{Forward, ForwardInput, ForwardOutput};
+pub use files::{Download, FilePiece, LARGEST_PIECE, Upload};
+pub use network::{Forward, ForwardInput, ForwardOutput, SshInput};
 pub use retry::{Retry, request_id};
 pub use tonic::Code;
 pub use torpor_proto::v1;

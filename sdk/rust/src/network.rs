@@ -4,7 +4,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
-use torpor_proto::v1::{self, forward_input, forward_output};
+use torpor_proto::v1::{self, forward_input, forward_output, ssh_input};
 
 use crate::{
     client::{Client, target},
@@ -29,6 +29,25 @@ pub struct ForwardInput(mpsc::Sender<v1::ForwardInput>);
 pub struct ForwardOutput {
     stream: Streaming<v1::ForwardOutput>,
     ended: bool,
+}
+
+/// The way to the SSH server of a sandbox.
+pub struct SshInput(mpsc::Sender<v1::SshInput>);
+
+impl SshInput {
+    /// Sends bytes; waits while the other side doesn't read. False: the connection has ended.
+    pub async fn write(&self, bytes: Bytes) -> bool {
+        self.send(ssh_input::Kind::Data(bytes)).await
+    }
+
+    /// Nothing more comes. False: the connection has ended.
+    pub async fn close(&self) -> bool {
+        self.send(ssh_input::Kind::Close(v1::ForwardClose {})).await
+    }
+
+    async fn send(&self, kind: ssh_input::Kind) -> bool {
+        self.0.send(v1::SshInput { kind: Some(kind) }).await.is_ok()
+    }
 }
 
 impl ForwardInput {
@@ -126,6 +145,46 @@ impl Client {
                 Ok(Forward { input, output: ForwardOutput { stream, ended: false } })
             }
             _ => Err(Error::Protocol("a forward began without a word of its connection")),
+        }
+    }
+
+    /// Gets leave to open SSH connections to a Ready sandbox with this public key; for ten minutes when no lifetime is given.
+    ///
+    /// # Errors
+    /// See [`Client`]; FAILED_PRECONDITION with SSH_SERVER_MISSING when the sandbox's image has no sshd.
+    pub async fn create_ssh_session(
+        &self,
+        sandbox: &str,
+        public_key: &str,
+        lifetime: Option<prost_types::Duration>,
+    ) -> Result<v1::SshSession, Error> {
+        let (sandbox, public_key) = (sandbox.to_owned(), public_key.to_owned());
+        let request = v1::CreateSshSessionRequest { sandbox, public_key, lifetime };
+        Ok(self.sandboxes().create_ssh_session(request).await?.into_inner())
+    }
+
+    /// Ends an SSH session and its connections. True: there was one.
+    ///
+    /// # Errors
+    /// See [`Client`]; NOT_FOUND when there is none, unless `allow_missing`.
+    pub async fn revoke_ssh_session(&self, token: &str, allow_missing: bool) -> Result<bool, Error> {
+        // Not made again: a repeat of one that worked would be told NOT_FOUND.
+        let request = v1::RevokeSshSessionRequest { token: token.to_owned(), allow_missing };
+        Ok(self.sandboxes().revoke_ssh_session(request).await?.into_inner().revoked)
+    }
+
+    /// Opens an SSH connection of a session: what goes both ways is the SSH protocol.
+    ///
+    /// # Errors
+    /// See [`Client`]; NOT_FOUND when the session is over.
+    pub async fn ssh(&self, token: &str) -> Result<(SshInput, ForwardOutput), Error> {
+        let (sender, receiver) = mpsc::channel(INPUTS_IN_FLIGHT);
+        let input = SshInput(sender);
+        input.send(ssh_input::Kind::Session(token.to_owned())).await;
+        let mut stream = self.sandboxes().ssh(ReceiverStream::new(receiver)).await?.into_inner();
+        match stream.message().await.map_err(lost)?.and_then(|message| message.kind) {
+            Some(forward_output::Kind::Connected(_)) => Ok((input, ForwardOutput { stream, ended: false })),
+            _ => Err(Error::Protocol("an SSH connection began without a word of it")),
         }
     }
 }

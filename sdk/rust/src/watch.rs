@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tonic::{Code, Status, Streaming, transport::Channel};
+use tonic::{Code, Status, Streaming};
 use torpor_proto::v1::{self, sandbox_event::Kind, sandboxes_client::SandboxesClient};
 
-use crate::{error::Error, retry::Retry};
+use crate::{endpoint::Transport, error::Error, retry::Retry};
 
 /// How long a gateway may be away before a watch gives up.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -29,7 +29,7 @@ pub enum Event {
 
 /// A stream of events that goes on where it was when the connection is lost.
 pub struct Watch {
-    client: SandboxesClient<Channel>,
+    client: SandboxesClient<Transport>,
     retry: Retry,
     request: v1::WatchSandboxesRequest,
     stream: Option<Streaming<v1::SandboxEvent>>,
@@ -40,7 +40,7 @@ pub struct Watch {
 
 impl Watch {
     pub(crate) fn new(
-        client: SandboxesClient<Channel>,
+        client: SandboxesClient<Transport>,
         retry: Retry,
         request: v1::WatchSandboxesRequest,
     ) -> Self {

@@ -1,0 +1,176 @@
+//! One call of a client: who makes it, and in which workspace.
+
+use std::sync::Arc;
+
+use prost::Message;
+use sha2::{Digest as _, Sha256};
+use tonic::{Extensions, Request, metadata::MetadataMap};
+use torpor_proto::openshell::datamodel::v1::{WorkspaceSelector, workspace_selector::Selection};
+use torpor_sandbox::{SandboxId, id::clip};
+
+use super::Shared;
+use crate::{
+    access::{Caller, caller},
+    error::ApiError,
+    service::request_key,
+    store::{Record, RequestKey, Scope, StoreError},
+};
+
+/// What stays of a call when its message is taken out.
+pub struct Call {
+    /// Who makes it.
+    pub caller: Caller,
+    metadata: MetadataMap,
+    extensions: Extensions,
+}
+
+/// Takes the message out of a request.
+///
+/// # Errors
+/// The caller is not known.
+pub fn open<T>(request: Request<T>) -> Result<(Call, T), tonic::Status> {
+    let caller = caller(&request)?;
+    let (metadata, extensions, message) = request.into_parts();
+    Ok((Call { caller, metadata, extensions }, message))
+}
+
+/// A sandbox that a call speaks of.
+pub struct Named {
+    /// Its workspace.
+    pub workspace: String,
+    /// As `torpor.v1` is told of it.
+    pub key: String,
+}
+
+impl Call {
+    /// The same call with a message of `torpor.v1`, in a workspace.
+    pub fn ask<T>(&self, workspace: &str, message: T) -> Request<T> {
+        let mut extensions = self.extensions.clone();
+        extensions.insert(self.caller.clone().in_workspace(workspace));
+        Request::from_parts(self.metadata.clone(), extensions, message)
+    }
+
+    /// The same call in another workspace.
+    #[must_use]
+    pub fn within(self, workspace: &str) -> Self {
+        Self { caller: self.caller.in_workspace(workspace), ..self }
+    }
+
+    /// The workspace that is meant, when the caller may make this call there.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` for all of them, and as [`Caller::workspace`].
+    pub fn workspace(&self, scope: Option<WorkspaceSelector>) -> Result<String, ApiError> {
+        match scope.and_then(|scope| scope.selection) {
+            None => self.caller.workspace(""),
+            Some(Selection::Workspace(name)) if name.is_empty() => {
+                Err(ApiError::invalid("workspace_scope.workspace", "a name is needed"))
+            }
+            Some(Selection::Workspace(name)) => self.caller.workspace(&name),
+            Some(Selection::AllWorkspaces(_)) => {
+                Err(ApiError::invalid("workspace_scope", "this call works in one workspace; name it"))
+            }
+        }
+    }
+
+    /// The same; it must be there.
+    ///
+    /// # Errors
+    /// As [`Call::workspace`]; `NOT_FOUND`.
+    pub async fn present(
+        &self,
+        service: &Shared,
+        scope: Option<WorkspaceSelector>,
+    ) -> Result<String, ApiError> {
+        let workspace = self.workspace(scope)?;
+        service.store.workspace(&workspace).await?;
+        Ok(workspace)
+    }
+
+    /// The workspaces that are listed, and whether it is all of them.
+    ///
+    /// # Errors
+    /// As [`Call::present`].
+    pub async fn scope(
+        &self,
+        service: &Shared,
+        scope: Option<WorkspaceSelector>,
+    ) -> Result<(Scope, String, bool), ApiError> {
+        if let Some(WorkspaceSelector { selection: Some(Selection::AllWorkspaces(_)) }) = scope {
+            return Ok((self.caller.scope(true)?, String::new(), true));
+        }
+        let workspace = self.present(service, scope).await?;
+        Ok((Scope::In([workspace.clone()].into()), workspace, false))
+    }
+
+    /// The sandbox of a workspace that is named.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` without a name; `NOT_FOUND` for an id that belongs to another workspace, and for what can be no
+    /// name; as [`Call::workspace`].
+    pub async fn sandbox(
+        &self,
+        service: &Shared,
+        scope: Option<WorkspaceSelector>,
+        name: &str,
+    ) -> Result<Named, ApiError> {
+        if name.is_empty() {
+            return Err(ApiError::invalid("name", "the name of a sandbox is needed"));
+        }
+        let unknown = || Err(StoreError::NotFound(clip(name)).into());
+        let workspace = match scope.and_then(|scope| scope.selection) {
+            None => self.caller.current().to_owned(),
+            Some(Selection::Workspace(named)) if !named.is_empty() => named,
+            Some(Selection::Workspace(_)) => {
+                return Err(ApiError::invalid("workspace_scope.workspace", "a name is needed"));
+            }
+            Some(Selection::AllWorkspaces(_)) => {
+                return Err(ApiError::invalid("workspace_scope", "this call works in one workspace; name it"));
+            }
+        };
+        // A slash would name another workspace.
+        if name.contains('/') || workspace.contains('/') {
+            return unknown();
+        }
+        if name.parse::<SandboxId>().is_ok() {
+            self.caller.key(name).await?;
+            if service.store.get(name).await?.spec.workspace != workspace {
+                return unknown();
+            }
+            return Ok(Named { workspace, key: name.to_owned() });
+        }
+        let key = format!("{workspace}/{name}");
+        self.caller.key(&key).await?;
+        Ok(Named { workspace, key })
+    }
+
+    /// The record of the sandbox that is named.
+    ///
+    /// # Errors
+    /// As [`Call::sandbox`]; `NOT_FOUND`.
+    pub async fn record(
+        &self,
+        service: &Shared,
+        scope: Option<WorkspaceSelector>,
+        name: &str,
+    ) -> Result<Arc<Record>, ApiError> {
+        let named = self.sandbox(service, scope, name).await?;
+        let key = self.caller.key(&named.key).await?;
+        Ok(Arc::new(service.store.get(&key).await?))
+    }
+
+    /// The key under which the answer to a request is kept for a retry. `asked`: the message without its request id.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT`.
+    pub fn once(
+        &self,
+        id: String,
+        verb: &'static str,
+        asked: &impl Message,
+    ) -> Result<Option<RequestKey>, ApiError> {
+        let workspace = self.caller.current();
+        let asked = format!("{workspace} {:x}", Sha256::digest(asked.encode_to_vec()));
+        request_key(Some(id), verb, &asked)
+    }
+}

@@ -1,0 +1,146 @@
+//! The kubernetes driver's part of the configuration, and what its doctor finds.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use serde::{Deserialize, Serialize};
+use torpor_driver_kubernetes::{ConfigError, KubernetesConfig, diagnose};
+
+use crate::{
+    Config,
+    doctor::{Check, Level},
+};
+
+/// `[kubernetes]`: the cluster, and what its pods are like.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct KubernetesSection {
+    /// A kubeconfig file; where kubectl looks, or the pod's own service account, when empty.
+    pub kubeconfig: PathBuf,
+    /// A context of it; the current one when empty.
+    pub context: String,
+    /// Where sandboxes are made; the context's namespace when empty.
+    pub namespace: String,
+    /// The image whose program /torpor-agent is the static agent.
+    pub agent_image: String,
+    /// Storage class of workspaces; the cluster's default when empty.
+    pub storage_class: String,
+    /// Runtime class of every pod; the cluster's default when empty.
+    pub runtime_class: String,
+    /// Service account of every pod, without its token; the namespace's default when empty.
+    pub service_account: String,
+    /// Where the workspace is mounted.
+    pub mount_path: String,
+    /// Size of a workspace that asks for none, bytes.
+    pub workspace_bytes: u64,
+    /// Workspaces are claim templates of the Sandbox objects, and gone with them.
+    pub claim_templates: bool,
+    /// How long a pod may take to be gone after its grace, seconds.
+    pub stop_margin_seconds: u64,
+    /// How often everything is listed and compared with what the watches told, seconds.
+    pub compare_seconds: u64,
+    /// Namespaces of workspaces that have their own.
+    pub namespaces: BTreeMap<String, String>,
+    /// Labels of the nodes that pods run on.
+    pub node_selector: BTreeMap<String, String>,
+    /// Further fields of every pod, of those that may be set.
+    pub pod: toml::Table,
+}
+
+impl Default for KubernetesSection {
+    fn default() -> Self {
+        let driver = KubernetesConfig::new("/", "");
+        Self {
+            kubeconfig: PathBuf::new(),
+            context: String::new(),
+            namespace: String::new(),
+            agent_image: concat!("torpor-agent:", env!("CARGO_PKG_VERSION")).to_owned(),
+            storage_class: String::new(),
+            runtime_class: String::new(),
+            service_account: String::new(),
+            mount_path: driver.mount_path,
+            workspace_bytes: driver.workspace_bytes,
+            claim_templates: driver.claim_templates,
+            stop_margin_seconds: driver.stop_margin.as_secs(),
+            compare_seconds: driver.compare_every.as_secs(),
+            namespaces: BTreeMap::new(),
+            node_selector: BTreeMap::new(),
+            pod: toml::Table::new(),
+        }
+    }
+}
+
+impl KubernetesSection {
+    /// What the driver is told.
+    ///
+    /// # Errors
+    /// A value under `pod` that no object of a cluster can have.
+    pub fn for_driver(&self, config: &Config) -> Result<KubernetesConfig, ConfigError> {
+        let given = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
+        let pod = serde_json::to_value(&self.pod).map_err(|error| ConfigError::Value {
+            key: "pod",
+            problem: error.to_string(),
+        })?;
+        Ok(KubernetesConfig {
+            kubeconfig: Some(self.kubeconfig.clone()).filter(|path| !path.as_os_str().is_empty()),
+            context: given(&self.context),
+            namespace: given(&self.namespace),
+            namespaces: self.namespaces.clone(),
+            storage_class: given(&self.storage_class),
+            runtime_class: given(&self.runtime_class),
+            node_selector: self.node_selector.clone(),
+            service_account: given(&self.service_account),
+            mount_path: self.mount_path.clone(),
+            workspace_bytes: self.workspace_bytes,
+            claim_templates: self.claim_templates,
+            pod: pod.as_object().cloned().unwrap_or_default(),
+            start_timeout: Duration::from_secs(config.boot_timeout_seconds),
+            stop_margin: Duration::from_secs(self.stop_margin_seconds),
+            compare_every: Duration::from_secs(self.compare_seconds.max(1)),
+            ..KubernetesConfig::new(&config.state_dir, &self.agent_image)
+        })
+    }
+}
+
+/// Looks at the cluster that the configuration names: its versions, the gateway's rights, its classes.
+pub async fn doctor(config: &Config) -> Vec<Check> {
+    let looked = match config.kubernetes.for_driver(config) {
+        Ok(driver) => diagnose(&driver).await,
+        Err(error) => Err(error),
+    };
+    let found = match looked {
+        Ok(found) => found,
+        Err(error) => {
+            let advice = "mend [kubernetes] in the configuration file, and give it by --config";
+            return vec![Check::fail("cluster", error.to_string(), advice)];
+        }
+    };
+    let check = |one: torpor_driver_kubernetes::Finding| {
+        use torpor_driver_kubernetes::Level as Found;
+        let level = match one.level {
+            Found::Ok => Level::Ok,
+            Found::Warn => Level::Warn,
+            Found::Fail => Level::Fail,
+        };
+        Check { level, advice: one.advice, ..Check::ok(one.name, one.finding) }
+    };
+    found.into_iter().map(check).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_section_comes_to_the_driver_as_it_is_written() {
+        let text = "[kubernetes]\nnamespace = 'boxes'\nruntime_class = 'kata'\n\
+                    [kubernetes.namespaces]\nteam = 'team-boxes'\n\
+                    [[kubernetes.pod.tolerations]]\nkey = 'sandboxes'\noperator = 'Exists'\n";
+        let config: Config = toml::from_str(text).unwrap();
+        let driver = config.kubernetes.for_driver(&config).unwrap();
+        assert_eq!((driver.namespace.as_deref(), driver.runtime_class.as_deref()), (Some("boxes"), Some("kata")));
+        assert_eq!((driver.storage_class, driver.kubeconfig), (None, None));
+        assert_eq!(driver.namespaces["team"], "team-boxes");
+        assert_eq!(driver.pod["tolerations"][0]["key"], "sandboxes");
+        assert!(driver.agent_image.starts_with("torpor-agent:"));
+    }
+}

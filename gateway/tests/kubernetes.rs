@@ -1,0 +1,414 @@
+//! The gateway over a cluster in memory, killed at every failpoint of the kubernetes driver with each release of the
+//! controller, and started again: it comes to rest in the phase that the last acknowledged request wants, on the same claim,
+//! with one pod at most, and nothing is left in the end.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use common::{no_wait, phase, try_channel};
+use serde_json::json;
+use tempfile::TempDir;
+use tonic::{Code, transport::Channel};
+use torpor_gateway::{Config, Gateway, kubernetes::KubernetesSection};
+use torpor_proto::v1::{self, Phase, sandboxes_client::SandboxesClient};
+use torpor_test_kube::{Behaviour, Generation, NAMESPACE, Server};
+
+/// Where the child process finds its folder; nobody else sets it.
+const FOLDER: &str = "TORPOR_KUBE_CRASH_FOLDER";
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Not a test: the gateway's own process, started by the tests below.
+#[test]
+fn the_gateway_process() {
+    let Some(dir) = std::env::var_os(FOLDER) else { return };
+    let config = config(Path::new(&dir));
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let gateway = Gateway::start(config).await.expect("it starts");
+        // Ended by its failpoint or by its parent.
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        gateway.end().await;
+    });
+}
+
+fn config(dir: &Path) -> Config {
+    Config {
+        state_dir: dir.join("state"),
+        run_dir: dir.join("run"),
+        listen: format!("unix://{}/gateway.sock", dir.display()),
+        drivers: vec!["kubernetes".into()],
+        kubernetes: KubernetesSection { kubeconfig: dir.join("kubeconfig"), ..KubernetesSection::default() },
+        ..Config::default()
+    }
+}
+
+/// A cluster, and a folder with a gateway in a process of its own.
+struct Host {
+    cluster: Server,
+    dir: TempDir,
+    child: Option<Child>,
+}
+
+impl Host {
+    async fn new(generation: Generation) -> Self {
+        let cluster = Server::start(generation, Behaviour::default()).await.unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        cluster.kubeconfig(dir.path()).unwrap();
+        Self { cluster, dir, child: None }
+    }
+
+    fn start(&mut self, failpoint: Option<&str>) {
+        let log = fs::File::options().create(true).append(true).open(self.dir.path().join("log")).unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "the_gateway_process", "--nocapture"])
+            .env(FOLDER, self.dir.path())
+            .env_remove("TORPOR_FAILPOINT")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        if let Some(failpoint) = failpoint {
+            command.env("TORPOR_FAILPOINT", failpoint);
+        }
+        self.child = Some(command.spawn().unwrap());
+    }
+
+    fn is_dead(&mut self) -> bool {
+        self.child.as_mut().is_none_or(|child| child.try_wait().unwrap().is_some())
+    }
+
+    fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // Fails when it is gone already.
+            let _ = child.kill();
+            child.wait().unwrap();
+        }
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
+    }
+
+    /// None: the process has ended.
+    async fn connect(&mut self) -> Option<Channel> {
+        let socket = config(self.dir.path()).socket().unwrap();
+        let end = Instant::now() + PATIENCE;
+        while !self.is_dead() {
+            if let Ok(channel) = try_channel(socket.clone()).await {
+                return Some(channel);
+            }
+            assert!(Instant::now() < end, "it never listened:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        None
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("--- log\n{}", self.log());
+        }
+        self.kill();
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Act {
+    Create,
+    Suspend,
+    Resume,
+    Stop,
+    Start,
+    Delete,
+}
+
+const STORY: [Act; 8] = [
+    Act::Create,
+    Act::Suspend,
+    Act::Resume,
+    Act::Stop,
+    Act::Start,
+    Act::Suspend,
+    Act::Resume,
+    Act::Delete,
+];
+
+fn wish(act: Act) -> Option<Phase> {
+    match act {
+        Act::Create | Act::Resume | Act::Start => Some(Phase::Ready),
+        Act::Suspend => Some(Phase::Suspended),
+        Act::Stop => Some(Phase::Stopped),
+        Act::Delete => None,
+    }
+}
+
+async fn ask(channel: &Channel, at: usize) -> Result<(), tonic::Status> {
+    let mut client = SandboxesClient::new(channel.clone());
+    let request_id = format!("step {at}");
+    let target = no_wait("a").map(|t| v1::Target { request_id: request_id.clone(), ..t });
+    match STORY[at] {
+        Act::Create => {
+            let spec = Some(v1::SandboxSpec { image: "tiny:1".into(), ..Default::default() });
+            let request = v1::CreateSandboxRequest { name: "a".into(), spec, request_id, ..Default::default() };
+            client.create(request).await.map(drop)
+        }
+        Act::Suspend => client.suspend(v1::SuspendRequest { target, keep: 0 }).await.map(drop),
+        Act::Resume => client.resume(v1::ResumeRequest { target, ..Default::default() }).await.map(drop),
+        Act::Stop => client.stop(v1::StopRequest { target }).await.map(drop),
+        Act::Start => client.start(v1::StartRequest { target }).await.map(drop),
+        Act::Delete => client.delete(v1::DeleteSandboxRequest { target, allow_missing: true }).await.map(drop),
+    }
+}
+
+/// The phase at rest; none: it is gone. `Err`: the gateway has ended.
+async fn rest(channel: &Channel) -> Result<Option<Phase>, ()> {
+    let mut client = SandboxesClient::new(channel.clone());
+    let end = Instant::now() + PATIENCE;
+    let mut last = None;
+    while Instant::now() < end {
+        match client.get(v1::GetSandboxRequest { sandbox: "a".into() }).await {
+            Ok(found) => {
+                let found = found.into_inner();
+                let moving = found.status.as_ref().is_none_or(|s| !s.then.is_empty());
+                let now = phase(&found);
+                use Phase::*;
+                if !moving && matches!(now, Ready | Suspended | Stopped | Completed | Error) {
+                    return Ok(Some(now));
+                }
+                last = found.status;
+            }
+            Err(status) if status.code() == Code::NotFound => return Ok(None),
+            Err(_) => return Err(()),
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("it never came to rest: {last:?}");
+}
+
+async fn until(channel: &Channel, wanted: &[Option<Phase>], what: &str) -> Result<(), ()> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let now = rest(channel).await?;
+        if wanted.contains(&now) {
+            return Ok(());
+        }
+        assert!(Instant::now() < end, "{what}: rests in {now:?}, wanted {wanted:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Steps from `at` on, until the gateway ends or the story does. `Err`: where to go on.
+async fn go_on(channel: &Channel, mut at: usize, what: &str) -> Result<(), usize> {
+    while let Some(&act) = STORY.get(at) {
+        if let Err(status) = ask(channel, at).await {
+            let down =
+                matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled | Code::Internal);
+            assert!(down, "{what}: {act:?}: {status:?}");
+            return Err(at);
+        }
+        until(channel, &[wish(act)], what).await.map_err(|()| at)?;
+        at += 1;
+    }
+    Ok(())
+}
+
+/// What must hold of the cluster when the gateway is at rest.
+fn look_over(host: &Host, now: Option<Phase>, claims: &mut BTreeSet<String>, what: &str) {
+    let uid = |name: &String| {
+        let claim = host.cluster.object("persistentvolumeclaims", name).unwrap();
+        claim["metadata"]["uid"].as_str().unwrap().to_owned()
+    };
+    claims.extend(host.cluster.names("persistentvolumeclaims").iter().map(uid));
+    assert!(claims.len() <= 1, "{what}: a second claim: {claims:?}");
+    let sizes = host.cluster.sizes();
+    let count = |plural: &str| sizes.get(plural).copied().unwrap_or_default();
+    let there = usize::from(now.is_some());
+    assert_eq!((count("sandboxes"), count("persistentvolumeclaims")), (there, there), "{what}: {now:?}");
+    assert_eq!(count("pods"), usize::from(now == Some(Phase::Ready)), "{what}: {now:?}");
+}
+
+/// Tells the story with a gateway that ends at `failpoint`, and goes on with one that doesn't. Whether it was reached.
+async fn crash_at(generation: Generation, failpoint: &str, nth: u32) -> bool {
+    let what = format!("{generation:?} {failpoint}@{nth}");
+    let mut host = Host::new(generation).await;
+    let mut claims = BTreeSet::new();
+    host.start(Some(&format!("{failpoint}=abort*1@{nth}")));
+    let mut at = match host.connect().await {
+        None => Err(0),
+        Some(channel) => go_on(&channel, 0, &what).await,
+    };
+    let end = Instant::now() + if at.is_ok() { Duration::from_millis(300) } else { PATIENCE };
+    while !host.is_dead() && Instant::now() < end {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let reached = host.is_dead();
+    if at.is_ok() && reached {
+        at = Err(STORY.len());
+    }
+    host.kill();
+    host.start(None);
+    let channel = host.connect().await.unwrap_or_else(|| panic!("{what}: it does not start again"));
+    if let Err(at) = at {
+        // What was acknowledged, or what was asked for when it ended, which may or may not have been written.
+        let before = at.checked_sub(1).and_then(|at| wish(STORY[at]));
+        let asked = STORY.get(at).map_or(before, |act| wish(*act));
+        until(&channel, &[before, asked], &what).await.expect("the second gateway lives");
+        look_over(&host, rest(&channel).await.unwrap(), &mut claims, &what);
+        go_on(&channel, at, &what).await.unwrap_or_else(|at| panic!("{what}: step {at} of the second gateway"));
+    }
+    look_over(&host, rest(&channel).await.unwrap(), &mut claims, &what);
+    assert!(host.cluster.names("persistentvolumeclaims").is_empty(), "{what}: something is left");
+    reached
+}
+
+/// Every name in a `hit("…")` of the driver.
+fn failpoints() -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../drivers/kubernetes/src");
+    let mut names = BTreeSet::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        let text = fs::read_to_string(entry.path()).unwrap_or_default();
+        for piece in text.split("hit(\"").skip(1) {
+            names.extend(piece.split('"').next().map(str::to_owned));
+        }
+    }
+    names.into_iter().collect()
+}
+
+async fn all_of(generation: Generation) {
+    use futures::StreamExt as _;
+    let names = failpoints();
+    assert!(names.len() > 10, "{names:?}");
+    // A few at once: most of the time is waiting.
+    let run = async |name: String| {
+        assert!(crash_at(generation, &name, 1).await, "'{name}' is never reached: the story has to be longer");
+    };
+    futures::stream::iter(names).for_each_concurrent(3, run).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gateway_killed_at_any_failpoint_of_v0_4_ends_where_it_should() {
+    all_of(Generation::Alpha).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gateway_killed_at_any_failpoint_of_v0_5_0_ends_where_it_should() {
+    all_of(Generation::Early).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gateway_killed_at_any_failpoint_of_v1_0_ends_where_it_should() {
+    all_of(Generation::Stable).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "slow: every time that every failpoint is reached"]
+async fn a_gateway_killed_at_every_pass_of_every_failpoint_ends_where_it_should() {
+    let mut kills = 0;
+    for generation in [Generation::Alpha, Generation::Early, Generation::Stable] {
+        for name in failpoints() {
+            let mut nth = 1;
+            while crash_at(generation, &name, nth).await {
+                (nth, kills) = (nth + 1, kills + 1);
+                assert!(nth < 100, "{name} has no end");
+            }
+        }
+    }
+    println!("{kills} kills");
+}
+
+/// What the gateway says and does where nobody asks it to.
+#[tokio::test(flavor = "multi_thread")]
+async fn drains_are_mended_and_memory_and_a_missing_kind_are_refused() {
+    let mut host = Host::new(Generation::Stable).await;
+    host.start(None);
+    let channel = host.connect().await.unwrap();
+    let mut client = SandboxesClient::new(channel.clone());
+    ask(&channel, 0).await.unwrap();
+    until(&channel, &[Some(Phase::Ready)], "create").await.unwrap();
+
+    let keep = v1::Keep::Memory.into();
+    let refused = client.suspend(v1::SuspendRequest { target: no_wait("a"), keep }).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused:?}");
+
+    let pod = host.cluster.names("pods").pop().unwrap();
+    let before = host.cluster.object("pods", &pod).unwrap()["metadata"]["uid"].clone();
+    host.cluster.evict_pod(&pod);
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let after = host.cluster.object("pods", &pod).map(|pod| pod["metadata"]["uid"].clone());
+        let ready = rest(&channel).await.unwrap() == Some(Phase::Ready);
+        if ready && after.is_some_and(|after| after != before) {
+            break;
+        }
+        assert!(Instant::now() < end, "it was never mended:\n{}", host.log());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+
+    host.cluster.upgrade(Generation::Absent);
+    let spec = Some(v1::SandboxSpec { image: "tiny:1".into(), ..Default::default() });
+    let create = v1::CreateSandboxRequest { name: "b".into(), spec, ..Default::default() };
+    let end = Instant::now() + PATIENCE;
+    while client.create(create.clone()).await.is_ok() {
+        // Known at the latest by the next look at the cluster.
+        let target = no_wait("b");
+        client.delete(v1::DeleteSandboxRequest { target, allow_missing: true }).await.unwrap();
+        assert!(Instant::now() < end, "a create was never refused");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_doctor_names_versions_rights_and_classes() {
+    let host = Host::new(Generation::Early).await;
+    let mut config = config(host.dir.path());
+    let by_name = |checks: Vec<torpor_gateway::doctor::Check>| -> BTreeMap<&'static str, (String, String)> {
+        let of = |c: torpor_gateway::doctor::Check| (c.name, (format!("{:?}", c.level), c.finding));
+        checks.into_iter().map(of).collect()
+    };
+    let checks = by_name(torpor_gateway::kubernetes::doctor(&config).await);
+    let is = |name: &str, level: &str, words: &str| {
+        let (found, text) = &checks[name];
+        assert!(found == level && text.contains(words), "{name}: {found} {text}");
+    };
+    is("cluster", "Ok", "v1.36.2");
+    is("agent-sandbox", "Ok", "v1beta1 and v1alpha1; v1beta1 is used");
+    is("rights", "Ok", NAMESPACE);
+    is("storage-class", "Ok", "standard");
+    is("runtime-class", "Warn", "kata");
+
+    host.cluster.deny("create", "pods/exec");
+    host.cluster.deny("patch", "sandboxes");
+    host.cluster.upgrade(Generation::Absent);
+    config.kubernetes.runtime_class = "gvisor".into();
+    let checks = by_name(torpor_gateway::kubernetes::doctor(&config).await);
+    let is = |name: &str, level: &str, words: &str| {
+        let (found, text) = &checks[name];
+        assert!(found == level && text.contains(words), "{name}: {found} {text}");
+    };
+    is("agent-sandbox", "Fail", "not installed");
+    is("rights", "Fail", "patch sandboxes, create pods/exec");
+    is("runtime-class", "Fail", "'gvisor' is not there");
+
+    config.kubernetes.kubeconfig = "/nonexistent".into();
+    let checks = torpor_gateway::kubernetes::doctor(&config).await;
+    assert!(checks[0].finding.contains("/nonexistent"), "{checks:?}");
+}
+
+/// The configuration of deploy/kubernetes is one that the gateway takes.
+#[test]
+fn the_deployments_configuration_is_valid() {
+    let text = include_str!("../../deploy/kubernetes/gateway.yaml");
+    let map: serde_json::Value = serde_saphyr::from_str(text.split("\n---\n").next().unwrap()).unwrap();
+    let config: Config = toml::from_str(map["data"]["torpor.toml"].as_str().unwrap()).unwrap();
+    config.validate().unwrap();
+    assert_eq!(json!(config.drivers), json!(["kubernetes"]));
+    config.kubernetes.for_driver(&config).unwrap();
+}
