@@ -12,7 +12,7 @@ use std::{
 
 use torpor_proto::agent::v1::Network;
 
-use crate::{exec::cgroup::Cgroups, forward, main_log::MainLog, reaper::Reaper};
+use crate::{exec::cgroup::Cgroups, files::Transfers, forward, main_log::MainLog, reaper::Reaper};
 
 /// Where the agent runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +37,7 @@ pub struct Agent {
     pub turn: tokio::sync::Mutex<()>,
     /// Places for connections from the host.
     pub forwards: tokio::sync::Semaphore,
+    pub transfers: Transfers,
     state: Mutex<State>,
     execs: AtomicU32,
 }
@@ -47,6 +48,8 @@ pub struct State {
     pub run: u64,
     pub configured: bool,
     pub environment: HashMap<String, String>,
+    /// What stands under it: in a pod, what the image sets.
+    image: HashMap<String, String>,
     /// As it was set up last.
     pub network: Option<Network>,
     pub main_started: Option<SystemTime>,
@@ -75,6 +78,7 @@ impl Agent {
             boot_id,
             turn: tokio::sync::Mutex::new(()),
             forwards: tokio::sync::Semaphore::new(forward::MOST),
+            transfers: Transfers::default(),
             state: Mutex::default(),
             execs: AtomicU32::new(0),
         }))
@@ -85,7 +89,15 @@ impl Agent {
     }
 
     pub fn environment(&self) -> HashMap<String, String> {
-        self.state().environment.clone()
+        let state = self.state();
+        let mut all = state.image.clone();
+        all.extend(state.environment.clone());
+        all
+    }
+
+    /// What commands have in their environment when nobody says otherwise.
+    pub fn keep_image_environment(&self, image: HashMap<String, String>) {
+        self.state().image = image;
     }
 
     /// Counts a running command until the guard is dropped.

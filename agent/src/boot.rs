@@ -2,8 +2,7 @@
 
 use std::{
     fmt::Display,
-    fs::{self, File},
-    io,
+    fs, io,
     os::unix::fs::{PermissionsExt as _, symlink},
     path::{Path, PathBuf},
     thread,
@@ -13,16 +12,13 @@ use std::{
 use nix::{
     errno::Errno,
     fcntl::{OFlag, open},
-    kmod::{ModuleInitFlags, finit_module},
     mount::{MsFlags, mount},
     sys::stat::Mode,
     unistd::{chdir, chroot, dup2_stderr, dup2_stdin, dup2_stdout},
 };
 
-use crate::disk;
+use crate::{disk, modules};
 
-/// Names the kernel modules to load, one a line, in order.
-const MODULES: &str = "/modules/list";
 const ROOT_DISK: &str = "/dev/vda";
 const NEW_ROOT: &str = "/newroot";
 /// The driver may still be looking for its devices.
@@ -78,10 +74,13 @@ pub fn prepare() -> Result<(), BootError> {
     mount_on("proc", "/proc", "proc", quiet(), None)?;
     mount_on("sysfs", "/sys", "sysfs", quiet(), None)?;
     mount_on("tmpfs", "/run", "tmpfs", MsFlags::MS_NOSUID | MsFlags::MS_NODEV, Some("mode=755"))?;
-    load_modules();
+    modules::load_at_boot(false);
+    if !Path::new(ROOT_DISK).exists() {
+        modules::load_at_boot(true);
+    }
     wait_for_disk()?;
     mount_root()?;
-    free_initramfs();
+    modules::keep();
     switch_root()?;
     finish_dev()?;
     // Images without /tmp are rare, programs that need it are not.
@@ -143,27 +142,6 @@ fn open_console() -> Result<(), BootError> {
         .map_err(|errno| failed("attach to the console")(errno.into()))
 }
 
-/// Loads what the list names. A module that fails is said and skipped: whether it was needed shows in the steps after.
-fn load_modules() {
-    let Ok(list) = fs::read_to_string(MODULES) else {
-        return;
-    };
-    for name in list.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
-        let path = Path::new("/modules").join(name);
-        let loaded =
-            File::open(&path).and_then(|file| Ok(finit_module(&file, c"", ModuleInitFlags::empty())?));
-        match loaded.as_ref().map_err(io::Error::raw_os_error) {
-            // Already there, or a driver without its device.
-            Ok(()) | Err(Some(libc::EEXIST | libc::ENODEV)) => {}
-            Err(_) => {
-                if let Err(error) = loaded {
-                    say(format_args!("load module {}: {error}", path.display()));
-                }
-            }
-        }
-    }
-}
-
 fn wait_for_disk() -> Result<(), BootError> {
     let limit = Instant::now() + DISK_WITHIN;
     while !Path::new(ROOT_DISK).exists() {
@@ -195,11 +173,6 @@ pub fn grow_root(mounted: &Path) {
         Ok(Some(bytes)) => say(format_args!("root file system grown to {bytes} bytes")),
         Err(error) => say(format_args!("root file system not grown: {error}")),
     }
-}
-
-/// Gives the memory of the modules back. The agent itself stays: it runs from there.
-fn free_initramfs() {
-    let _ = fs::remove_dir_all("/modules");
 }
 
 fn switch_root() -> Result<(), BootError> {

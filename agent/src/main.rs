@@ -1,8 +1,9 @@
 //! The first process of a sandbox: brings the machine up, runs commands for the host, brings it down.
 //!
 //! As PID 1 it boots the machine and serves the host on a serial port or vsock. With `--container PATH` it is the first
-//! process of a container and dials the host's Unix socket. With `--serve-unix PATH` it serves the same on a Unix socket
-//! as an ordinary process and leaves the machine alone.
+//! process of a container and dials the host's Unix socket. With `--pod PATH` it is the first process of a pod and serves on
+//! a Unix socket there; `--install FOLDER` brings it into the pod, `--connect PATH` connects a host with it. With
+//! `--serve-unix PATH` it serves the same on a Unix socket as an ordinary process and leaves the machine alone.
 
 mod agent;
 mod boot;
@@ -11,9 +12,12 @@ mod container;
 mod disk;
 mod exec;
 mod fd;
+mod files;
 mod forward;
 mod main_log;
+mod modules;
 mod net;
+mod pod;
 mod proc;
 mod reaper;
 mod serve;
@@ -33,15 +37,18 @@ use crate::{
     boot::say,
 };
 
-const USAGE: &str = "usage: torpor-agent --version | --serve-unix PATH | --container PATH (as the first process of a machine: no arguments)";
+const USAGE: &str = "usage: torpor-agent --version | --serve-unix PATH | --container PATH | --pod PATH | --connect PATH | --install FOLDER (as the first process of a machine: no arguments)";
 
 fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     // The kernel may hand its own unknown arguments to the first process: they are not for us. An engine hands ours.
-    if std::process::id() == 1 && !matches!(arguments.as_slice(), [flag, _] if flag == "--container") {
+    let engines = |flag: &std::ffi::OsString| flag == "--container" || flag == "--pod" || flag == "--install";
+    if std::process::id() == 1 && !matches!(arguments.as_slice(), [flag, _] if engines(flag)) {
         machine();
     }
     match arguments.as_slice() {
+        // As the kernel calls modprobe, which it takes us for.
+        [quiet, end, _] if quiet == "-q" && end == "--" => modules::load_for_kernel(&arguments),
         [flag] if flag == "--version" => {
             println!("torpor-agent {}", env!("CARGO_PKG_VERSION"));
             ExitCode::SUCCESS
@@ -53,13 +60,24 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         },
-        [flag, path] if flag == "--container" => match container(&PathBuf::from(path)) {
-            Ok(code) => code,
-            Err(error) => {
+        [flag, path] if flag == "--container" || flag == "--pod" => {
+            let first = if flag == "--pod" { in_pod } else { container };
+            first(&PathBuf::from(path)).unwrap_or_else(|error| {
                 say(format_args!("the sandbox can't start: {error}"));
                 ExitCode::FAILURE
+            })
+        }
+        [flag, path] if flag == pod::CONNECT || flag == "--install" => {
+            let path = Path::new(path);
+            let done = if flag == "--install" { pod::install(path) } else { pod::connect(path) };
+            match done {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => {
+                    say(format_args!("{}: {error}", path.display()));
+                    ExitCode::FAILURE
+                }
             }
-        },
+        }
         _ => {
             say(USAGE);
             ExitCode::from(2)
@@ -87,6 +105,25 @@ fn container(path: &Path) -> io::Result<ExitCode> {
         say(format_args!("{} ready to dial {}", env!("CARGO_PKG_VERSION"), path.display()));
         tokio::select! {
             () = serve::dial(agent.clone(), path) => {}
+            ended = container::end_when_told(&agent) => ended?,
+        }
+        Ok(ExitCode::from(container::TOLD))
+    })
+}
+
+fn in_pod(path: &Path) -> io::Result<ExitCode> {
+    nix::sys::prctl::set_child_subreaper(true)?;
+    container::prepare();
+    // In a test of the driver it is no first process, and leaves the machine alone.
+    let mode = if std::process::id() == 1 { Mode::Container } else { Mode::Process };
+    runtime()?.block_on(async {
+        let agent = Agent::new(mode)?;
+        if mode == Mode::Container {
+            agent.keep_image_environment(pod::image_environment());
+        }
+        say(format_args!("{} ready on {}", env!("CARGO_PKG_VERSION"), path.display()));
+        tokio::select! {
+            served = serve::unix(agent.clone(), path) => served?,
             ended = container::end_when_told(&agent) => ended?,
         }
         Ok(ExitCode::from(container::TOLD))

@@ -46,7 +46,8 @@ struct Ring {
 }
 
 impl Ring {
-    fn push(&mut self, chunk: MainOutput) {
+    fn push(&mut self, mut chunk: MainOutput) {
+        chunk.number = self.first + self.chunks.len() as u64 + 1;
         self.bytes += chunk.data.len();
         self.chunks.push_back(chunk);
         while self.bytes > KEPT {
@@ -76,7 +77,7 @@ impl MainLog {
     fn push(&self, data: Bytes, stderr: bool) {
         // A small chunk must not keep the whole buffer that it was read into.
         let data = Bytes::copy_from_slice(&data);
-        self.ring().push(MainOutput { data, stderr });
+        self.ring().push(MainOutput { data, stderr, number: 0 });
         self.changed.send_replace(());
     }
 
@@ -159,7 +160,7 @@ mod tests {
     use super::*;
 
     fn chunk(byte: u8, length: usize) -> MainOutput {
-        MainOutput { data: vec![byte; length].into(), stderr: false }
+        MainOutput { data: vec![byte; length].into(), ..MainOutput::default() }
     }
 
     #[test]
@@ -170,7 +171,8 @@ mod tests {
         }
         assert!(ring.bytes <= KEPT);
         let mut cursor = 3;
-        assert_eq!(ring.take(&mut cursor).unwrap().data[0], 12);
+        let oldest = ring.take(&mut cursor).unwrap();
+        assert_eq!((oldest.data[0], oldest.number), (12, 13));
         assert_eq!(ring.take(&mut cursor).unwrap().data[0], 13);
         cursor = 20;
         assert!(ring.take(&mut cursor).is_none());

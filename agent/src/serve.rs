@@ -40,6 +40,8 @@ const PORT_WITHIN: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(5);
 /// Where the agent listens on vsock.
 const VSOCK_PORT: u32 = 1024;
+/// A port of the host where nobody ever listens: the last before the one that means any (vsock(7)).
+const NOBODYS_PORT: u32 = libc::VMADDR_PORT_ANY - 1;
 /// A serial port or socket without a host is tried this often: no sign of a new one can be waited for.
 const HOSTLESS: Duration = Duration::from_millis(50);
 /// After a failed accept, so that a lasting fault doesn't take the whole CPU.
@@ -50,13 +52,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 pub async fn machine(agent: &Arc<Agent>) -> Vec<String> {
     let agent = agent.clone();
     if let Ok(listener) = listen_vsock() {
-        tokio::spawn(vsock(agent.clone(), listener));
-        // A serial port may be there too, and is not waited for.
-        tokio::spawn(async move {
-            if let Some((_, port)) = serial_port().await {
-                serial(agent, port).await;
-            }
-        });
+        tokio::spawn(vsock(agent, listener));
         return vec![format!("vsock port {VSOCK_PORT}")];
     }
     let Some((device, port)) = serial_port().await else {
@@ -174,14 +170,30 @@ fn listen_vsock() -> nix::Result<OwnedFd> {
     Ok(listener)
 }
 
+/// Tries to connect to the host. That nobody is there doesn't matter: a host that waits for us sees that we are here, and
+/// comes at once instead of at its next try.
+fn knock() -> nix::Result<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket::socket(AddressFamily::Vsock, SockType::Stream, flags, None)?;
+    match socket::connect(socket.as_raw_fd(), &VsockAddr::new(libc::VMADDR_CID_HOST, NOBODYS_PORT)) {
+        Ok(()) | Err(nix::errno::Errno::EINPROGRESS) => Ok(socket),
+        Err(errno) => Err(errno),
+    }
+}
+
 async fn vsock(agent: Arc<Agent>, listener: OwnedFd) {
+    // Closed when the first has come: until then the request is on its way.
+    let mut knocked = knock().ok();
     // SAFETY: the descriptor is owned by what is registered, and open for as long.
     let Ok(listener) = (unsafe { AsyncFd::register(listener) }) else {
         return;
     };
     loop {
         match accept(&listener).await {
-            Ok(stream) => drop(tokio::spawn(sessions(agent.clone(), stream))),
+            Ok(stream) => {
+                drop(knocked.take());
+                drop(tokio::spawn(sessions(agent.clone(), stream)));
+            }
             Err(_) => sleep(PAUSE).await,
         }
     }

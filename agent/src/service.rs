@@ -6,14 +6,16 @@ use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::agent::v1::{
-    ConfigureRequest, ConfigureResponse, Event, EventsRequest, ExecInput, ExecOutput, ForwardInput,
-    ForwardOutput, ShutdownRequest, ShutdownResponse, StatusRequest, StatusResponse, agent_server,
-    exec_input, forward_input,
+    ConfigureRequest, ConfigureResponse, DownloadOutput, DownloadRequest, Event, EventsRequest, ExecInput,
+    ExecOutput, FileResult, ForwardInput, ForwardOutput, ListFilesRequest, ListFilesResult,
+    MakeDirectoryRequest, RemoveFileRequest, ShutdownRequest, ShutdownResponse, StatFileRequest,
+    StatusRequest, StatusResponse, UploadInput, UploadResult, agent_server, exec_input, forward_input,
+    upload_input,
 };
 
 use crate::{
     agent::{Agent, Mode},
-    boot, configure, exec, forward, main_log, proc, shutdown,
+    boot, configure, exec, files, forward, main_log, modules, proc, shutdown,
 };
 
 /// Messages that wait for a slow reader; a command that fills them is stopped by its pipe.
@@ -44,6 +46,7 @@ impl Service {
 impl agent_server::Agent for Service {
     type ExecStream = ReceiverStream<Result<ExecOutput, Status>>;
     type ForwardStream = ReceiverStream<Result<ForwardOutput, Status>>;
+    type DownloadStream = ReceiverStream<Result<DownloadOutput, Status>>;
     type EventsStream = ReceiverStream<Result<Event, Status>>;
 
     async fn configure(
@@ -67,6 +70,9 @@ impl agent_server::Agent for Service {
                 .map_err(|error| Status::internal(error.to_string()))?
                 .map_err(|error| Status::internal(error.to_string()))?;
             agent.state().network = network;
+            if !agent.state().configured {
+                modules::load_later();
+            }
         }
         agent.state().configured = true;
         if let Some(main) = main {
@@ -137,6 +143,55 @@ impl agent_server::Agent for Service {
         let (sink, events) = mpsc::channel(WAITING);
         tokio::spawn(main_log::follow(agent, sink));
         Ok(Response::new(ReceiverStream::new(events)))
+    }
+
+    async fn upload(
+        &self,
+        request: Request<Streaming<UploadInput>>,
+    ) -> Result<Response<UploadResult>, Status> {
+        let agent = self.ready()?.clone();
+        let mut inbound = request.into_inner();
+        let first = inbound.message().await?.and_then(|input| input.kind);
+        let Some(upload_input::Kind::Start(start)) = first else {
+            return Err(Status::invalid_argument("the first input of an upload must be `start`"));
+        };
+        Ok(Response::new(files::upload(&agent.transfers, start, inbound).await))
+    }
+
+    async fn download(
+        &self,
+        request: Request<DownloadRequest>,
+    ) -> Result<Response<Self::DownloadStream>, Status> {
+        let agent = self.ready()?.clone();
+        let (sink, output) = mpsc::channel(WAITING);
+        tokio::spawn(async move { files::download(&agent.transfers, request.into_inner(), sink).await });
+        Ok(Response::new(ReceiverStream::new(output)))
+    }
+
+    async fn stat_file(&self, request: Request<StatFileRequest>) -> Result<Response<FileResult>, Status> {
+        self.ready()?;
+        Ok(Response::new(files::stat(request.into_inner().path).await))
+    }
+
+    async fn list_files(
+        &self,
+        request: Request<ListFilesRequest>,
+    ) -> Result<Response<ListFilesResult>, Status> {
+        self.ready()?;
+        Ok(Response::new(files::list(request.into_inner()).await))
+    }
+
+    async fn make_directory(
+        &self,
+        request: Request<MakeDirectoryRequest>,
+    ) -> Result<Response<FileResult>, Status> {
+        self.ready()?;
+        Ok(Response::new(files::make(request.into_inner()).await))
+    }
+
+    async fn remove_file(&self, request: Request<RemoveFileRequest>) -> Result<Response<FileResult>, Status> {
+        self.ready()?;
+        Ok(Response::new(files::remove(request.into_inner()).await))
     }
 
     async fn shutdown(

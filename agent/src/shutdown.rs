@@ -19,7 +19,7 @@ use tokio::{
 use crate::{
     agent::{Agent, Mode},
     boot::say,
-    container, proc, reaper,
+    container, pod, proc, reaper,
 };
 
 const LOOK: Duration = Duration::from_millis(10);
@@ -33,6 +33,7 @@ const ANSWERED_WITHIN: Duration = Duration::from_millis(500);
 /// Ends every process and brings the disk to rest; whether it is, and what stands in the way.
 pub async fn quiesce(agent: &Agent, grace: Duration) -> (bool, String) {
     let mut notes = Vec::new();
+    agent.transfers.end().await;
     let stubborn = end_processes(agent.mode, grace).await;
     if stubborn > 0 {
         notes.push(format!("{stubborn} processes could not be ended"));
@@ -88,7 +89,11 @@ async fn gone(mode: Mode, within: Duration, signal: Option<Signal>) -> usize {
 fn victims(mode: Mode) -> Vec<Pid> {
     match mode {
         Mode::Machine => proc::others(),
-        Mode::Container if std::process::id() == 1 => proc::others(),
+        Mode::Container if std::process::id() == 1 => {
+            let mut all = proc::others();
+            all.retain(|pid| !pod::is_way_in(*pid));
+            all
+        }
         Mode::Container | Mode::Process => proc::descendants(Pid::this()),
     }
 }

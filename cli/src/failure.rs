@@ -180,9 +180,10 @@ fn of_api(api: ApiError) -> Failure {
 
 fn unreachable_gateway(message: String, kind: Option<io::ErrorKind>) -> Failure {
     let (cause, next) = match kind {
-        Some(io::ErrorKind::PermissionDenied) => {
-            ("the gateway's socket is not ours to use", "run the same command as root, with sudo; or socket_mode, in its configuration")
-        }
+        Some(io::ErrorKind::PermissionDenied) => (
+            "the gateway's socket is not ours to use",
+            "run the same command as root, with sudo; or socket_mode, in its configuration",
+        ),
         Some(io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
             ("no gateway is running there", "torpor serve   (as root), or: systemctl start torpor")
         }

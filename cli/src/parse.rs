@@ -185,7 +185,9 @@ mod tests {
         let of = |text: &str| endpoint(text).map(|e| (e.name, e.port, e.http_path));
         assert_eq!(of("db=5432"), Ok(("db".into(), 5432, String::new())));
         assert_eq!(of("web=80/a/b?c=d"), Ok(("web".into(), 80, "/a/b?c=d".into())));
-        assert!(["", "web", "=80", "web=", "web=0", "web=70000", "web=80:x"].into_iter().all(|t| of(t).is_err()));
+        assert!(
+            ["", "web", "=80", "web=", "web=0", "web=70000", "web=80:x"].into_iter().all(|t| of(t).is_err())
+        );
     }
 
     #[test]

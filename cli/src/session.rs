@@ -44,6 +44,29 @@ impl Session {
         Ok(Client::connect_with(&self.endpoint, &options).await?)
     }
 
+    /// The options that another process of ours needs to reach the same gateway as the same caller; a token in the
+    /// environment is there for it as well.
+    pub fn connection(&self) -> Vec<String> {
+        let path = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        let mut words = vec!["--endpoint".to_owned(), self.endpoint.clone()];
+        let identity = self.options.tls.identity.as_ref();
+        let files = [
+            ("--token-file", self.token_file.as_ref()),
+            ("--ca", self.options.tls.ca.as_ref()),
+            ("--cert", identity.map(|(cert, _)| cert)),
+            ("--key", identity.map(|(_, key)| key)),
+        ];
+        for (name, file) in files {
+            if let Some(file) = file {
+                words.extend([name.to_owned(), path(file).display().to_string()]);
+            }
+        }
+        if let Some(workspace) = &self.options.workspace {
+            words.extend(["--workspace".to_owned(), workspace.clone()]);
+        }
+        words
+    }
+
     /// The token to show; the file counts for more than the environment.
     fn token(&self) -> Result<Option<String>, Failure> {
         let Some(path) = &self.token_file else {

@@ -272,7 +272,8 @@ async fn pages(client: &mut Client, report: &mut Report, selector: &str, what: &
     loop {
         let began = Instant::now();
         let label_selector = selector.to_owned();
-        let request = v1::ListSandboxesRequest { page_size: 100, page_token, label_selector };
+        let request =
+            v1::ListSandboxesRequest { page_size: 100, page_token, label_selector, all_workspaces: false };
         let page = client.list(request).await.unwrap().into_inner();
         times.push(began.elapsed());
         rows += page.sandboxes.len();

@@ -10,7 +10,10 @@ use std::{
 
 use serde_json::Value;
 use torpor_netpool::{CpuSet, Loan, Slot};
-use torpor_sandbox::{Run, SandboxId, SandboxName, SandboxSpec, spec::{DEFAULT_WORKSPACE, qualified}};
+use torpor_sandbox::{
+    Run, SandboxId, SandboxName, SandboxSpec,
+    spec::{DEFAULT_WORKSPACE, qualified},
+};
 
 use crate::store::{NewSandbox, StateLock, StoreError, rescue};
 
@@ -35,7 +38,7 @@ pub enum AdminError {
         /// The database.
         path: PathBuf,
         /// Why.
-        source: StoreError,
+        source: Box<StoreError>,
     },
     /// What should be put back is not good.
     #[error("{} is not a database that can be put back: {source}; nothing was changed", path.display())]
@@ -137,7 +140,7 @@ pub fn rebuild(state_dir: &Path, run_dir: &Path, force: bool) -> Result<Rebuilt,
         match rescue::rows(&path) {
             Ok(0) => {}
             Ok(count) => return Err(AdminError::NotEmpty { path, count }),
-            Err(source) => return Err(AdminError::Unreadable { path, source }),
+            Err(source) => return Err(AdminError::Unreadable { path, source: Box::new(source) }),
         }
     }
     let mut rebuilt = Rebuilt::default();
@@ -186,7 +189,8 @@ fn found_in(
 ) -> Result<rescue::Found, String> {
     let path = storage.join(id.as_str()).join("spec.json");
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let mut spec: SandboxSpec = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let mut spec: SandboxSpec =
+        serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
     // It is a part of names.
     if spec.workspace.parse::<SandboxName>().is_err() {
         spec.workspace = DEFAULT_WORKSPACE.to_owned();
@@ -197,7 +201,8 @@ fn found_in(
     }
     names.insert(name.clone());
     let minutes = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() / 60);
-    let new = NewSandbox { id: id.clone(), name, labels: BTreeMap::new(), annotations: BTreeMap::new(), spec };
+    let new =
+        NewSandbox { id: id.clone(), name, labels: BTreeMap::new(), annotations: BTreeMap::new(), spec };
     let loan = loan(run_dir, id);
     let container = container_run(run_dir, id);
     let runs = loan.is_some() || container.is_some();

@@ -121,7 +121,7 @@ impl Anonymous {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HttpConfig {
-    /// Origins whose pages may use the API, "https://console.example.com"; "*": all.
+    /// Origins whose pages may use the API, `https://console.example.com`; `*`: all.
     pub origins: Vec<String>,
     /// The domain below which exposed ports have names, "PORT--NAME.DOMAIN"; empty: they have none.
     pub expose_domain: String,
@@ -132,7 +132,9 @@ impl HttpConfig {
         let wrong = |key, problem| Err(ConfigError::Value { key, problem });
         let is_origin = |text: &str| {
             let host = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
-            host.is_some_and(|host| host.parse::<http::uri::Authority>().is_ok_and(|a| !a.as_str().contains('@')))
+            host.is_some_and(|host| {
+                host.parse::<http::uri::Authority>().is_ok_and(|a| !a.as_str().contains('@'))
+            })
         };
         if let Some(odd) = self.origins.iter().find(|one| *one != "*" && !is_origin(one)) {
             let problem = format!("'{odd}' is neither \"*\" nor an origin like https://console.example.com");
@@ -332,7 +334,9 @@ impl TcpConfig {
         let given = |path: &Path| !path.as_os_str().is_empty();
         if self.plaintext {
             if !self.address.ip().is_loopback() {
-                return wrong("plaintext is for loopback addresses; give a `certificate` and `key`".to_owned());
+                return wrong(
+                    "plaintext is for loopback addresses; give a `certificate` and `key`".to_owned(),
+                );
             }
             if given(&self.certificate) || given(&self.key) || given(&self.client_ca) {
                 return wrong("certificates mean nothing with `plaintext = true`".to_owned());
@@ -340,7 +344,9 @@ impl TcpConfig {
             return Ok(());
         }
         if !given(&self.certificate) || !given(&self.key) {
-            return wrong("a `certificate` and a `key` are needed (or `plaintext = true` on loopback)".to_owned());
+            return wrong(
+                "a `certificate` and a `key` are needed (or `plaintext = true` on loopback)".to_owned(),
+            );
         }
         if self.anonymous != Anonymous::None {
             return wrong("`anonymous` is for plaintext listeners".to_owned());

@@ -149,15 +149,17 @@ impl Service {
     async fn keep_looking(&self, id: &SandboxId, places: &Semaphore) {
         let mut short = SHORT_PAUSES;
         loop {
-            if !self.is_ready(id).await {
+            if self.ready_record(id).await.is_none() {
                 locked(&self.endpoints.looked_at).remove(id);
                 // It may have come back in between, unheard because somebody seemed to look at it.
-                if !self.is_ready(id).await || !locked(&self.endpoints.looked_at).insert(id.clone()) {
+                if self.ready_record(id).await.is_none()
+                    || !locked(&self.endpoints.looked_at).insert(id.clone())
+                {
                     return;
                 }
             }
             let session = self.sessions.join(id);
-            let Some(record) = self.ready(id).await else { continue };
+            let Some(record) = self.ready_record(id).await else { continue };
             let serves = tokio::select! {
                 serves = self.look_once(&record, places) => serves,
                 () = session.cancelled() => continue,
@@ -171,12 +173,8 @@ impl Service {
         }
     }
 
-    async fn ready(&self, id: &SandboxId) -> Option<Record> {
+    async fn ready_record(&self, id: &SandboxId) -> Option<Record> {
         self.store.get(id.as_str()).await.ok().filter(|record| record.state.phase == Phase::Ready)
-    }
-
-    async fn is_ready(&self, id: &SandboxId) -> bool {
-        self.ready(id).await.is_some()
     }
 
     /// Whether all of them serve.
@@ -266,7 +264,14 @@ mod tests {
         assert_eq!(judge(b"HTTP/1.1 200 OK\r\nX: y\r\n"), Finding::Ok { status: Some(200) });
         assert_eq!(judge(b"HTTP/1.0 301"), Finding::Ok { status: Some(301) });
         assert_eq!(judge(b"HTTP/1.1 503 busy\r\n"), Finding::HttpError(503));
-        for bad in [&b""[..], b"SSH-2.0-x\r\n", b"HTTP/2 200\n", b"HTTP/1.1 2000\n", b"HTTP/1.1 +20 x\n", b"\xff\xfe"] {
+        for bad in [
+            &b""[..],
+            b"SSH-2.0-x\r\n",
+            b"HTTP/2 200\n",
+            b"HTTP/1.1 2000\n",
+            b"HTTP/1.1 +20 x\n",
+            b"\xff\xfe",
+        ] {
             assert_eq!(judge(bad), Finding::BadHttp, "{bad:?}");
         }
     }

@@ -50,9 +50,11 @@ pub async fn import(
 }
 
 impl Drivers {
-    /// Those that keep images of their own.
+    /// Those that keep images of their own, which can be brought there.
     pub fn with_images(&self) -> Vec<Arc<dyn ComputeDriver>> {
-        self.all().filter(|driver| driver.images().is_some()).cloned().collect()
+        let takes =
+            |driver: &&Arc<dyn ComputeDriver>| driver.images().is_some_and(|images| images.takes_imports());
+        self.all().filter(takes).cloned().collect()
     }
 }
 

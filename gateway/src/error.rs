@@ -195,8 +195,9 @@ impl From<StoreError> for ApiError {
             }
             StoreError::TooMany { .. } => Self::new(Code::ResourceExhausted, "TOO_MANY", message),
             StoreError::Foreign(problem) => Self::of_foreign(&problem, message),
-            StoreError::NoTemplate(_) => Self::new(Code::NotFound, "TEMPLATE_NOT_FOUND", message)
-                .with("next", "torpor template list"),
+            StoreError::NoTemplate(_) => {
+                Self::new(Code::NotFound, "TEMPLATE_NOT_FOUND", message).with("next", "torpor template list")
+            }
             StoreError::TemplateTaken(name) => Self::new(Code::AlreadyExists, "TEMPLATE_TAKEN", message)
                 .with("next", format!("torpor template get {name}")),
             StoreError::StaleTemplate { name, found, .. } => {
@@ -225,7 +226,9 @@ impl ApiError {
         match problem {
             Problem::Missing { kind, .. } => Self::new(Code::NotFound, named(kind, "NOT_FOUND"), message),
             Problem::Taken { kind, .. } => Self::new(Code::AlreadyExists, named(kind, "TAKEN"), message),
-            Problem::InUse { kind, .. } => Self::new(Code::FailedPrecondition, named(kind, "IN_USE"), message),
+            Problem::InUse { kind, .. } => {
+                Self::new(Code::FailedPrecondition, named(kind, "IN_USE"), message)
+            }
             Problem::Stale { found, .. } => {
                 Self::new(Code::Aborted, "STALE_VERSION", message).with("version", found.to_string())
             }

@@ -38,6 +38,8 @@ const WAKE_LIMIT: Duration = Duration::from_secs(120);
 /// How long a port of a sandbox that was just woken may stay closed: its server starts, too.
 const SERVER_LIMIT: Duration = Duration::from_secs(20);
 const SERVER_AGAIN: Duration = Duration::from_millis(100);
+/// Ports that a create may ask for: as many as a sandbox can have.
+const MOST_AT_CREATE: usize = 64;
 /// After a failed accept, so that a lasting fault doesn't take the whole CPU.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
 /// How often addresses that can't be listened on are tried again.
@@ -152,6 +154,10 @@ impl Service {
         let mut ports = OpenPorts { open: Vec::new(), _changing: None };
         if wishes.is_empty() {
             return Ok(ports);
+        }
+        // Before a socket is opened.
+        if wishes.len() > MOST_AT_CREATE {
+            return Err(ApiError::invalid("expose", format!("at most {MOST_AT_CREATE} ports")));
         }
         ports._changing = Some(self.listeners.changing.lock().await);
         for ExposeWish { port, host, wake } in wishes {

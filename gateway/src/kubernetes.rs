@@ -76,10 +76,8 @@ impl KubernetesSection {
     /// A value under `pod` that no object of a cluster can have.
     pub fn for_driver(&self, config: &Config) -> Result<KubernetesConfig, ConfigError> {
         let given = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
-        let pod = serde_json::to_value(&self.pod).map_err(|error| ConfigError::Value {
-            key: "pod",
-            problem: error.to_string(),
-        })?;
+        let pod = serde_json::to_value(&self.pod)
+            .map_err(|error| ConfigError::Value { key: "pod", problem: error.to_string() })?;
         Ok(KubernetesConfig {
             kubeconfig: Some(self.kubeconfig.clone()).filter(|path| !path.as_os_str().is_empty()),
             context: given(&self.context),
@@ -137,7 +135,10 @@ mod tests {
                     [[kubernetes.pod.tolerations]]\nkey = 'sandboxes'\noperator = 'Exists'\n";
         let config: Config = toml::from_str(text).unwrap();
         let driver = config.kubernetes.for_driver(&config).unwrap();
-        assert_eq!((driver.namespace.as_deref(), driver.runtime_class.as_deref()), (Some("boxes"), Some("kata")));
+        assert_eq!(
+            (driver.namespace.as_deref(), driver.runtime_class.as_deref()),
+            (Some("boxes"), Some("kata"))
+        );
         assert_eq!((driver.storage_class, driver.kubeconfig), (None, None));
         assert_eq!(driver.namespaces["team"], "team-boxes");
         assert_eq!(driver.pod["tolerations"][0]["key"], "sandboxes");

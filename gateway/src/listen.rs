@@ -8,7 +8,12 @@ use std::{
     net::SocketAddr,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
-    sync::Arc,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -20,7 +25,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, UnixListener},
     sync::Semaphore,
 };
@@ -34,7 +39,7 @@ use tower::{Service, ServiceExt as _};
 
 use crate::{
     access::{Peer, certificate_subject},
-    config::TcpConfig,
+    config::{Anonymous, TcpConfig},
     serve::ServeError,
 };
 
@@ -159,12 +164,15 @@ where
     let graceful = GracefulShutdown::new();
     let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else { break };
+        let next = async {
+            let place = places.clone().acquire_owned().await.map_err(io::Error::other)?;
+            Ok::<_, io::Error>((accept(&listener).await?, place))
+        };
         let accepted = tokio::select! {
-            accepted = accept(&listener) => accepted,
+            accepted = next => accepted,
             () = end.cancelled() => break,
         };
-        let (stream, peer) = match accepted {
+        let ((stream, peer), place) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
@@ -218,6 +226,67 @@ async fn accept(listener: &Listener) -> io::Result<(Stream, Peer)> {
     }
 }
 
+/// A connection that notes whether its client has said anything.
+struct Heard<S> {
+    inner: S,
+    heard: Arc<AtomicBool>,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.inner).poll_read(context, buffer);
+        if buffer.filled().len() > before {
+            self.heard.store(true, Ordering::Relaxed);
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Heard<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        pieces: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write_vectored(context, pieces)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+}
+
+/// Whether a request names a loopback address as its host. A page in somebody's browser whose own name was made to
+/// point here names that one, and gets no rights from having been let in to the machine.
+fn speaks_of_this_machine<B>(request: &Request<B>) -> bool {
+    let header = || request.headers().get(http::header::HOST)?.to_str().ok()?.parse().ok();
+    let Some(authority) = request.uri().authority().cloned().or_else(header) else { return false };
+    let host = authority.host().trim_matches(['[', ']']);
+    host.eq_ignore_ascii_case("localhost")
+        || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
 async fn carry<S>(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     peer: Peer,
@@ -228,7 +297,13 @@ async fn carry<S>(
     S::Future: Send,
 {
     let named = tower::service_fn(move |mut request: Request<Incoming>| {
-        request.extensions_mut().insert(peer.clone());
+        let mut peer = peer.clone();
+        if let Peer::Plain { anonymous, .. } = &mut peer
+            && !speaks_of_this_machine(&request)
+        {
+            *anonymous = Anonymous::None;
+        }
+        request.extensions_mut().insert(peer);
         service.clone().oneshot(request.map(Body::new))
     });
     let mut builder = Builder::new(TokioExecutor::new());
@@ -241,8 +316,42 @@ async fn carry<S>(
         .keep_alive_interval(KEEP_ALIVE)
         .keep_alive_timeout(KEEP_ALIVE);
     builder.http1().timer(TokioTimer::new()).header_read_timeout(GREETING);
+    let heard = Arc::new(AtomicBool::new(false));
+    let stream = Heard { inner: stream, heard: heard.clone() };
     let connection =
         builder.serve_connection_with_upgrades(TokioIo::new(stream), TowerToHyperService::new(named));
-    // A client that breaks off has its reasons.
-    let _ = watcher.watch(connection).await;
+    let silent = async {
+        tokio::time::sleep(GREETING).await;
+        if heard.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
+    };
+    tokio::select! {
+        // A client that breaks off has its reasons.
+        _ = watcher.watch(connection) => {}
+        // One that never says anything holds a place that others could use.
+        () = silent => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_requests_to_a_loopback_name_speak_of_this_machine() {
+        let named = |host: &str| Request::builder().uri("/x").header("host", host).body(()).unwrap();
+        for ours in ["127.0.0.1:7080", "localhost", "LOCALHOST:1", "[::1]:7080", "127.9.9.9"] {
+            assert!(speaks_of_this_machine(&named(ours)), "{ours}");
+        }
+        for other in
+            ["evil.example:7080", "127.0.0.1.evil.example", "localhost.evil.example", "", "192.0.2.1"]
+        {
+            assert!(!speaks_of_this_machine(&named(other)), "{other}");
+        }
+        let second =
+            Request::builder().uri("http://evil.example/x").header("host", "localhost").body(()).unwrap();
+        assert!(!speaks_of_this_machine(&second));
+        assert!(!speaks_of_this_machine(&Request::builder().uri("/x").body(()).unwrap()));
+    }
 }

@@ -24,6 +24,7 @@ use crate::service::Service;
 const LARGEST: u64 = 1 << 20;
 /// Between two tries to hear an agent.
 const AGAIN: Duration = Duration::from_secs(1);
+const LONG_AGAIN: Duration = Duration::from_secs(15);
 
 /// Whether the main command runs, as far as the gateway hears it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -341,6 +342,7 @@ impl Service {
 
     /// Keeps what comes until the sandbox is not Ready any more.
     async fn keep(&self, id: &SandboxId) {
+        let mut pause = AGAIN;
         while let Ok(record) = self.store.get(id.as_str()).await {
             if record.state.phase != Phase::Ready {
                 return;
@@ -348,17 +350,20 @@ impl Service {
             if let Some(driver) = self.drivers.get(&record.spec.driver)
                 && let Ok(channel) = driver.agent(id).await
             {
-                self.keep_stream(id, AgentClient::new(channel)).await;
+                let heard = self.keep_stream(id, AgentClient::new(channel)).await;
+                pause = if heard { AGAIN } else { pause };
             }
-            tokio::time::sleep(AGAIN).await;
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONG_AGAIN);
         }
     }
 
-    async fn keep_stream(&self, id: &SandboxId, mut agent: AgentClient<tonic::transport::Channel>) {
-        let Ok(status) = agent.status(StatusRequest {}).await else { return };
+    /// One stream of output, to its end. True when there was one.
+    async fn keep_stream(&self, id: &SandboxId, mut agent: AgentClient<tonic::transport::Channel>) -> bool {
+        let Ok(status) = agent.status(StatusRequest {}).await else { return false };
         // A guest that has no such name is one whose output can't be told apart.
         let boot = words::boot_id(&status.into_inner().boot_id).unwrap_or("-").to_owned();
-        let Ok(events) = agent.events(EventsRequest {}).await else { return };
+        let Ok(events) = agent.events(EventsRequest {}).await else { return false };
         let mut events = events.into_inner();
         let log = self.main_logs.of(id);
         log.tell(Live::Running);
@@ -377,6 +382,7 @@ impl Service {
                 Some(event::Kind::KeepAlive(_)) | None => {}
             }
         }
+        true
     }
 }
 
@@ -385,7 +391,7 @@ mod tests {
     use super::*;
 
     fn output(number: u64, data: &str) -> MainOutput {
-        MainOutput { data: data.to_owned().into(), stderr: number % 2 == 0, number }
+        MainOutput { data: data.to_owned().into(), stderr: number.is_multiple_of(2), number }
     }
 
     fn text(records: &[Record]) -> String {

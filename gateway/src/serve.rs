@@ -21,7 +21,8 @@ use torpor_netpool::{CpuSet, Topology, linux, policy::Budget};
 use torpor_proto::openshell::v1::open_shell_server::OpenShellServer;
 use torpor_proto::v1::{
     access_server::AccessServer, files_server::FilesServer, gateway_server::GatewayServer,
-    images_server::ImagesServer, sandboxes_server::SandboxesServer, templates_server::TemplatesServer, workspaces_server::WorkspacesServer,
+    images_server::ImagesServer, sandboxes_server::SandboxesServer, templates_server::TemplatesServer,
+    workspaces_server::WorkspacesServer,
 };
 use torpor_sandbox::{
     ComputeDriver, Event, Phase, SandboxId,
@@ -32,7 +33,9 @@ use torpor_sandbox::{
 
 use crate::{
     access::{Access, Audit, Guard, Oidc},
-    api::{AccessApi, FilesApi, GatewayApi, ImagesApi, OpenShellApi, SandboxesApi, TemplatesApi, WorkspacesApi},
+    api::{
+        AccessApi, FilesApi, GatewayApi, ImagesApi, OpenShellApi, SandboxesApi, TemplatesApi, WorkspacesApi,
+    },
     config::{Config, ConfigError, EngineConfig, Pinning},
     drivers::Drivers,
     endpoints::Endpoints,
@@ -218,7 +221,7 @@ impl Gateway {
         hit("serve.drivers_opened").map_err(StoreError::from)?;
         let gateway_id = identify(&store).await?;
         hit("serve.identified").map_err(StoreError::from)?;
-        notice_host_restart(&store).await?;
+        notice_host_restart(&store, &drivers).await?;
         hit("serve.host_noticed").map_err(StoreError::from)?;
         let drivers = Arc::new(drivers);
         let service = Arc::new(Service {
@@ -257,8 +260,8 @@ impl Gateway {
             Audit::new(&config.state_dir),
         );
         let access = Arc::new(access.await?);
-        let guarded = Guard::new(services(service.clone(), gateway_id, &config).await.prepare(), access);
-        let front = web::front(guarded, &service, &config.http)?;
+        let routes = services(service.clone(), gateway_id, &config).await.prepare();
+        let front = web::front(Guard::new(routes, access.clone()), access, &service, &config.http)?;
         let servers = listeners.into_iter();
         let servers = servers
             .map(|listener| tokio::spawn(listen::serve(listener, front.clone(), end.clone())))
@@ -507,8 +510,9 @@ async fn identify(store: &Arc<Store>) -> Result<String, StoreError> {
     Ok(id)
 }
 
-/// After a restart of the host everything that ran is gone through no fault of its own: it is started again.
-async fn notice_host_restart(store: &Arc<Store>) -> Result<(), StoreError> {
+/// After a restart of the host everything that ran on it is gone through no fault of its own: it is started again. What
+/// runs elsewhere, in a cluster, knows nothing of it.
+async fn notice_host_restart(store: &Arc<Store>, drivers: &Drivers) -> Result<(), StoreError> {
     let Ok(boot) = std::fs::read_to_string("/proc/sys/kernel/random/boot_id") else { return Ok(()) };
     let boot = boot.trim().to_owned();
     let before = store.meta("boot_id").await?;
@@ -520,8 +524,12 @@ async fn notice_host_restart(store: &Arc<Store>) -> Result<(), StoreError> {
         // Side by side, so that they share commits.
         let noted = futures::stream::iter(ready).map(|id| async move {
             hit("serve.host_restart")?;
+            let driver = drivers.get(&store.get(id.as_str()).await?.spec.driver);
+            if driver.is_some_and(|driver| !driver.is_of_this_host()) {
+                return Ok(());
+            }
             let why = "host was restarted".to_owned();
-            store.note(id.to_string(), Event::HostRestarted, why).await
+            store.note(id.to_string(), Event::HostRestarted, why).await.map(drop)
         });
         noted.buffer_unordered(NOTED_AT_ONCE).try_for_each(|_| async { Ok(()) }).await?;
     }

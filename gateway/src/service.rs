@@ -75,6 +75,8 @@ pub struct Service {
 /// A create as it came in; what is none gets a default.
 #[derive(Clone, Debug, Default)]
 pub struct Wish {
+    /// Whoever wishes may speak of the host's files: administrators.
+    pub trusted: bool,
     /// Generated when none.
     pub name: Option<String>,
     /// Where it shall be; the default one when none.
@@ -164,6 +166,8 @@ pub enum Deleted {
     AlreadyAbsent,
 }
 
+/// Begins the names of volumes of workspaces other than the default one.
+const WORKSPACE_VOLUME: &str = "torpor-ws.";
 /// Tries at a generated name.
 const GENERATED_NAMES: usize = 4;
 /// Longest request id, bytes.
@@ -206,6 +210,7 @@ impl Service {
         let mut wish = wish;
         self.fill_in(&mut wish).await?;
         validate_labels(&wish.labels)?;
+        host_files(&mut wish)?;
         let expose = std::mem::take(&mut wish.expose);
         let (labels, annotations) = (wish.labels.clone(), wish.annotations.clone());
         // Before the gate: it may take minutes, and no image of the catalog is meant.
@@ -213,13 +218,7 @@ impl Service {
         let _pinned = self.image_gate.read().await;
         let spec = self.resolve(wish, &name, pulled).await?;
         let driver = self.driver(&spec.driver)?;
-        if driver.is_of_this_host() {
-            spec.validate(self.host)?;
-            self.fits(&spec)?;
-        } else {
-            spec.validate(HostLimits::UNKNOWN)?;
-        }
-        driver.check(&spec)?;
+        self.could_run(&spec, &driver)?;
         if driver.disks().is_some() {
             self.room_for_disk()?;
         }
@@ -255,8 +254,26 @@ impl Service {
         Ok(Some(Arc::new(self.store.get(&id).await?)))
     }
 
+    /// Refuses a spec that could never run, however long it waited.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT`, naming the field, or the driver's.
+    pub(crate) fn could_run(
+        &self,
+        spec: &SandboxSpec,
+        driver: &Arc<dyn ComputeDriver>,
+    ) -> Result<(), ApiError> {
+        if driver.is_of_this_host() {
+            spec.validate(self.host)?;
+            self.fits(spec)?;
+        } else {
+            spec.validate(HostLimits::UNKNOWN)?;
+        }
+        Ok(driver.check(spec)?)
+    }
+
     /// Refuses what could never be lent, however long it waited.
-    pub(crate) fn fits(&self, spec: &SandboxSpec) -> Result<(), ApiError> {
+    fn fits(&self, spec: &SandboxSpec) -> Result<(), ApiError> {
         let size = torpor_sandbox::spec::size;
         let (memory, most) = (spec.resources.memory_bytes, self.budget.memory_bytes);
         if memory > most {
@@ -517,6 +534,32 @@ impl Service {
         })?;
         Ok((record, channel, session))
     }
+}
+
+/// Files of the host are for those who may do everything: a folder of it in a container, or a kernel of it that is
+/// copied. Volumes by name belong to a workspace.
+fn host_files(wish: &mut Wish) -> Result<(), ApiError> {
+    let workspace = wish.workspace.as_deref().unwrap_or(DEFAULT_WORKSPACE);
+    if !wish.trusted {
+        let field = match wish.volumes.iter().any(Volume::is_bind) {
+            true => Some("volumes"),
+            false => wish.kernel.as_ref().map(|_| "kernel"),
+        };
+        if let Some(field) = field {
+            let message = format!("{field}: files of the gateway's host are for its administrators");
+            return Err(ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", message));
+        }
+    }
+    for volume in wish.volumes.iter_mut().filter(|volume| !volume.is_bind()) {
+        if volume.source.starts_with(WORKSPACE_VOLUME) {
+            let problem = format!("names under '{WORKSPACE_VOLUME}' are those of workspaces");
+            return Err(ApiError::invalid("volumes", problem));
+        }
+        if workspace != DEFAULT_WORKSPACE {
+            volume.source = format!("{WORKSPACE_VOLUME}{workspace}.{}", volume.source);
+        }
+    }
+    Ok(())
 }
 
 fn cannot_reach(record: &Record, wanted: Phase) -> ApiError {

@@ -228,9 +228,7 @@ impl Service {
         let Some(spec) = &mut change.spec else { return Ok(change) };
         spec.egress = checked(spec.egress.take())?;
         let completed = spec.completed(self);
-        completed.validate(self.host)?;
-        self.fits(&completed)?;
-        self.driver(&completed.driver)?.check(&completed)?;
+        self.could_run(&completed, &self.driver(&completed.driver)?)?;
         if spec.disk_bytes == Some(0) {
             return Err(ApiError::invalid("resources.disk_bytes", "at least one byte is needed"));
         }

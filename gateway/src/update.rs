@@ -70,7 +70,7 @@ impl Service {
         if let Some(before) = self.first_result(key.as_ref()).await? {
             return before;
         }
-        let wish = self.checked_wish(wish)?;
+        let wish = self.checked_wish(self.without_its_image(&target, wish).await?)?;
         let Some(expected) = target.expected_version else {
             let problem = "the version that the update is meant for is needed (`torpor get` shows it)";
             return Err(ApiError::invalid("target.expected_version", problem));
@@ -144,6 +144,17 @@ impl Service {
         self.carry_out(AtRest { record: Arc::unwrap_or_clone(abandoned.record), ..rest }).await
     }
 
+    /// The image that it has is no change.
+    async fn without_its_image(&self, target: &Target, mut wish: UpdateWish) -> Result<UpdateWish, ApiError> {
+        if let Some(image) = &wish.image {
+            let spec = &self.store.get(&target.sandbox).await?.spec;
+            if [&spec.image, &spec.image_digest].contains(&image) {
+                wish.image = None;
+            }
+        }
+        Ok(wish)
+    }
+
     /// What can be said of an update without its sandbox.
     fn checked_wish(&self, mut wish: UpdateWish) -> Result<UpdateWish, ApiError> {
         if wish.image.is_some() {
@@ -188,9 +199,7 @@ impl Service {
             let next = "make a sandbox that has it so (torpor create), and copy over what is to stay";
             return Err(error.about(record).with("field", field.as_str()).with("next", next));
         }
-        spec.validate(self.host)?;
-        self.fits(&spec)?;
-        driver.check(&spec)?;
+        self.could_run(&spec, driver)?;
         if spec.resources.disk_bytes < present {
             let problem = format!(
                 "{} asked for; the disk has {} and never shrinks",

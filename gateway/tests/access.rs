@@ -1,10 +1,14 @@
 //! Who may do what: every method by every kind of caller, and every way of being known.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
+#[path = "access/matrix.rs"]
+mod matrix;
 
 use std::{collections::BTreeSet, path::PathBuf, time::Duration};
 
 use common::World;
+use matrix::matrix;
 use prost::Message;
 use tonic::{
     Code, Request, Status,
@@ -130,234 +134,6 @@ async fn role(channel: &Channel, workspace: &str, role: v1::Role) -> String {
     token(channel, request).await.secret
 }
 
-/// Every method with a message that speaks of team/box, and what becomes of it for callers with: nothing, a wrong token,
-/// an expired one, and those of a viewer, an editor and an owner of the workspace, an owner of another one, the
-/// sandbox itself, an administrator. u: not known, d: denied, n: not found, +: let in.
-fn matrix() -> Vec<(&'static str, Vec<u8>, &'static str)> {
-    let target = || Some(v1::Target { sandbox: "box".into(), ..Default::default() });
-    let sandbox = || "box".to_owned();
-    let exec = v1::ExecStart { sandbox: sandbox(), argv: vec!["true".into()], ..Default::default() };
-    let forward = v1::ForwardStart { sandbox: sandbox(), port: 80 };
-    let member = || "uid:4242".to_owned();
-    let upload = v1::UploadStart { sandbox: sandbox(), path: "/x".into(), ..Default::default() };
-    vec![
-        ("torpor.v1.Sandboxes/Create", v1::CreateSandboxRequest::default().encode_to_vec(), "uuud++nd+"),
-        (
-            "torpor.v1.Sandboxes/Get",
-            v1::GetSandboxRequest { sandbox: sandbox() }.encode_to_vec(),
-            "uuu+++n++",
-        ),
-        ("torpor.v1.Sandboxes/List", v1::ListSandboxesRequest::default().encode_to_vec(), "uuu+++nd+"),
-        ("torpor.v1.Sandboxes/Watch", v1::WatchSandboxesRequest::default().encode_to_vec(), "uuu+++nd+"),
-        (
-            "torpor.v1.Sandboxes/Suspend",
-            v1::SuspendRequest { target: target(), keep: 0 }.encode_to_vec(),
-            "uuud++n++",
-        ),
-        (
-            "torpor.v1.Sandboxes/Resume",
-            v1::ResumeRequest { target: target(), ..Default::default() }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        ("torpor.v1.Sandboxes/Stop", v1::StopRequest { target: target() }.encode_to_vec(), "uuud++n++"),
-        ("torpor.v1.Sandboxes/Start", v1::StartRequest { target: target() }.encode_to_vec(), "uuud++nd+"),
-        (
-            "torpor.v1.Sandboxes/Exec",
-            v1::ExecInput { kind: Some(v1::exec_input::Kind::Start(exec)) }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/Logs",
-            v1::LogsRequest { sandbox: sandbox(), ..Default::default() }.encode_to_vec(),
-            "uuu+++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/History",
-            v1::HistoryRequest { sandbox: sandbox(), ..Default::default() }.encode_to_vec(),
-            "uuu+++n++",
-        ),
-        (
-            "torpor.v1.Sandboxes/SetEgress",
-            v1::SetEgressRequest { target: target(), egress: None }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/Expose",
-            v1::ExposeRequest { sandbox: sandbox(), port: 80, ..Default::default() }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        ("torpor.v1.Sandboxes/ListExposed", v1::ListExposedRequest::default().encode_to_vec(), "uuu+++nd+"),
-        (
-            "torpor.v1.Sandboxes/Unexpose",
-            v1::UnexposeRequest { sandbox: sandbox(), port: 81, allow_missing: true }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/Forward",
-            v1::ForwardInput { kind: Some(v1::forward_input::Kind::Start(forward)) }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/GetDisk",
-            v1::GetDiskRequest { sandbox: sandbox(), check: false }.encode_to_vec(),
-            "uuu+++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/GrowDisk",
-            v1::GrowDiskRequest { target: target(), size_bytes: 1 }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/CompactDisk",
-            v1::CompactDiskRequest { target: target(), rewrite: false }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/ExportDisk",
-            v1::ExportDiskRequest { sandbox: sandbox(), format: 0 }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        ("torpor.v1.Images/List", Vec::new(), "uuu++++++"),
-        (
-            "torpor.v1.Images/Build",
-            v1::BuildImageRequest { recipe: "none".into(), ..Default::default() }.encode_to_vec(),
-            "uuuddddd+",
-        ),
-        (
-            "torpor.v1.Images/Pull",
-            v1::PullImageRequest { driver: "sim".into(), ..Default::default() }.encode_to_vec(),
-            "uuuddddd+",
-        ),
-        (
-            "torpor.v1.Images/Import",
-            v1::ImportImageRequest { name: "x".into(), path: "relative".into() }.encode_to_vec(),
-            "uuuddddd+",
-        ),
-        (
-            "torpor.v1.Images/Remove",
-            v1::RemoveImageRequest { image: "none".into(), allow_missing: true }.encode_to_vec(),
-            "uuuddddd+",
-        ),
-        (
-            "torpor.v1.Workspaces/Create",
-            v1::CreateWorkspaceRequest { name: "third".into(), ..Default::default() }.encode_to_vec(),
-            "uuuddddd+",
-        ),
-        ("torpor.v1.Workspaces/Get", Vec::new(), "uuu+++nd+"),
-        ("torpor.v1.Workspaces/List", Vec::new(), "uuu++++d+"),
-        (
-            "torpor.v1.Workspaces/Delete",
-            v1::DeleteWorkspaceRequest { name: "third".into(), allow_missing: true }.encode_to_vec(),
-            "uuuddddd+",
-        ),
-        (
-            "torpor.v1.Workspaces/SetMember",
-            v1::SetMemberRequest { subject: member(), role: v1::Role::Viewer.into(), ..Default::default() }
-                .encode_to_vec(),
-            "uuudd+nd+",
-        ),
-        (
-            "torpor.v1.Workspaces/RemoveMember",
-            v1::RemoveMemberRequest { subject: member(), allow_missing: true, ..Default::default() }
-                .encode_to_vec(),
-            "uuudd+nd+",
-        ),
-        ("torpor.v1.Workspaces/ListMembers", Vec::new(), "uuu+++nd+"),
-        ("torpor.v1.Access/WhoAmI", Vec::new(), "uuu++++++"),
-        (
-            "torpor.v1.Access/CreateToken",
-            v1::CreateTokenRequest { name: "t".into(), role: v1::Role::Viewer.into(), ..Default::default() }
-                .encode_to_vec(),
-            "uuudd+nd+",
-        ),
-        ("torpor.v1.Access/ListTokens", Vec::new(), "uuudd+nd+"),
-        (
-            "torpor.v1.Access/RevokeToken",
-            v1::RevokeTokenRequest { id: "none".into(), allow_missing: true }.encode_to_vec(),
-            "uuudd+nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/Update",
-            v1::UpdateSandboxRequest { target: target(), ..Default::default() }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Sandboxes/ResumePendingUpdate",
-            v1::ResumePendingUpdateRequest { target: target(), abandon: false }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Files/Upload",
-            v1::UploadInput { kind: Some(v1::upload_input::Kind::Start(upload)) }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Files/Download",
-            v1::DownloadRequest { sandbox: sandbox(), path: "/x".into(), ..Default::default() }
-                .encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Files/Stat",
-            v1::StatFileRequest { sandbox: sandbox(), path: "/x".into() }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Files/List",
-            v1::ListFilesRequest { sandbox: sandbox(), path: "/x".into(), ..Default::default() }
-                .encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Files/MakeDirectory",
-            v1::MakeDirectoryRequest { sandbox: sandbox(), path: "/x".into(), ..Default::default() }
-                .encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Files/Remove",
-            v1::RemoveFileRequest { sandbox: sandbox(), path: "/x".into(), ..Default::default() }
-                .encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Templates/Create",
-            v1::CreateTemplateRequest { name: "t".into(), request_id: "one".into(), ..Default::default() }
-                .encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Templates/Get",
-            v1::GetTemplateRequest { template: "t".into() }.encode_to_vec(),
-            "uuu+++nd+",
-        ),
-        ("torpor.v1.Templates/List", Vec::new(), "uuu+++nd+"),
-        (
-            "torpor.v1.Templates/Update",
-            v1::UpdateTemplateRequest { template: "t".into(), ..Default::default() }.encode_to_vec(),
-            "uuud++nd+",
-        ),
-        (
-            "torpor.v1.Templates/Delete",
-            v1::DeleteTemplateRequest { template: "t".into(), allow_missing: true, ..Default::default() }
-                .encode_to_vec(),
-            "uuud++nd+",
-        ),
-        ("torpor.v1.Gateway/Info", Vec::new(), "uuu++++++"),
-        ("torpor.v1.Gateway/Health", Vec::new(), "+uu++++++"),
-        (
-            "torpor.v1.Sandboxes/Delete",
-            v1::DeleteSandboxRequest {
-                target: target().map(|t| v1::Target { wait: true, ..t }),
-                allow_missing: true,
-            }
-            .encode_to_vec(),
-            // The sandbox's own token has gone with it by then.
-            "uuud++nu+",
-        ),
-    ]
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn every_method_lets_in_whom_it_should_and_nobody_else() {
     let listener = plain(Anonymous::None);
@@ -446,7 +222,14 @@ async fn names_are_unique_in_a_workspace_and_nobody_looks_into_another_s() {
     let listed = viewer.list(everywhere).await.unwrap().into_inner();
     assert_eq!(listed.sandboxes.iter().map(|s| &s.id).collect::<Vec<_>>(), [&other.id]);
     assert_eq!(viewer.get(get("box")).await.unwrap().into_inner().id, other.id);
-    for hidden in [one.id.as_str(), "default/box"] {
+    for hidden in [
+        one.id.as_str(),
+        "default/box",
+        "default/team/box",
+        "team/team/box",
+        "/box",
+        &format!("team/{}", one.id),
+    ] {
         assert_eq!(viewer.get(get(hidden)).await.unwrap_err().code(), Code::NotFound, "{hidden}");
     }
     let mut events = viewer
@@ -501,9 +284,10 @@ async fn a_token_is_good_until_it_is_revoked_and_never_for_more_than_its_maker_h
     };
     let mut client = AccessClient::with_interceptor(admin.clone(), owner);
     let who = client.who_am_i(v1::WhoAmIRequest {}).await.unwrap().into_inner();
+    let id = made.token.as_ref().unwrap().id.clone();
     assert_eq!(
-        (who.subject.as_str(), who.by.as_str(), who.workspace.as_str()),
-        ("token:test", "token", "team")
+        (who.subject, who.by.as_str(), who.workspace.as_str()),
+        (format!("token:{id}"), "token", "team")
     );
     let editor =
         v1::CreateTokenRequest { name: "e".into(), role: v1::Role::Editor.into(), ..Default::default() };
@@ -527,9 +311,20 @@ async fn a_token_is_good_until_it_is_revoked_and_never_for_more_than_its_maker_h
             assert!(!held.windows(32).any(|window| window == part), "{name} holds a secret");
         }
     }
-    let id = made.token.unwrap().id;
+    // What is under way ends with the token; so do the tokens that were made with it.
+    let mut watcher = SandboxesClient::new(admin.clone());
+    let mut request = Request::new(v1::WatchSandboxesRequest::default());
+    request.metadata_mut().insert("authorization", format!("Bearer {}", made.secret).parse().unwrap());
+    let mut events = watcher.watch(request).await.unwrap().into_inner();
+    assert!(events.message().await.unwrap().is_some());
     let revoke = v1::RevokeTokenRequest { id, allow_missing: false };
-    AccessClient::new(admin).revoke_token(revoke).await.unwrap();
+    AccessClient::new(admin.clone()).revoke_token(revoke).await.unwrap();
+    let ended = tokio::time::timeout(Duration::from_secs(20), events.message()).await.unwrap().unwrap_err();
+    assert_eq!(ended.code(), Code::Unauthenticated, "{ended:?}");
+    let mut request = Request::new(v1::WhoAmIRequest {});
+    request.metadata_mut().insert("authorization", format!("Bearer {}", lesser.secret).parse().unwrap());
+    let status = AccessClient::new(admin).who_am_i(request).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unauthenticated);
     let status = client.who_am_i(v1::WhoAmIRequest {}).await.unwrap_err();
     assert_eq!(status.code(), Code::Unauthenticated);
 }
@@ -725,5 +520,37 @@ async fn a_token_of_the_trusted_issuer_is_accepted_and_every_other_one_refused()
     for (what, token) in bad {
         let status = who(token).await.expect_err(what);
         assert_eq!(status.code(), Code::Unauthenticated, "{what}: {status:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn files_and_ports_of_the_host_are_for_administrators() {
+    let world = World::new(Script::default()).await;
+    let admin = world.channel().await;
+    let editor = role(&admin, "default", v1::Role::Editor).await;
+    let mut client = SandboxesClient::new(admin);
+    let volume = |source: &str| v1::Volume { source: source.into(), target: "/v".into(), read_only: true };
+    let spec = |spec: v1::SandboxSpec| v1::CreateSandboxRequest { spec: Some(spec), ..Default::default() };
+    let port = v1::ExposeAtCreate { port: 80, host: "0.0.0.0:0".into(), wake: false };
+    let refused = [
+        spec(v1::SandboxSpec { volumes: vec![volume("/etc")], ..Default::default() }),
+        spec(v1::SandboxSpec { kernel: "/boot/vmlinuz".into(), ..Default::default() }),
+        v1::CreateSandboxRequest { expose: vec![port], ..Default::default() },
+    ];
+    for request in refused {
+        let mut asked = Request::new(request.clone());
+        asked.metadata_mut().insert("authorization", format!("Bearer {editor}").parse().unwrap());
+        let status = client.create(asked).await.unwrap_err();
+        assert_eq!(status.code(), Code::PermissionDenied, "{request:?}: {status:?}");
+        let as_admin = client.create(request.clone()).await;
+        assert_ne!(as_admin.err().map(|status| status.code()), Some(Code::PermissionDenied), "{request:?}");
+    }
+    client.create(common::create("box")).await.unwrap();
+    for (host, allowed) in [("0.0.0.0:0", false), ("127.0.0.1:80", false), ("127.0.0.1:0", true)] {
+        let request = v1::ExposeRequest { sandbox: "box".into(), port: 80, host: host.into(), wake: false };
+        let mut asked = Request::new(request);
+        asked.metadata_mut().insert("authorization", format!("Bearer {editor}").parse().unwrap());
+        let code = client.expose(asked).await.err().map(|status| status.code());
+        assert_eq!(code != Some(Code::PermissionDenied), allowed, "{host}: {code:?}");
     }
 }

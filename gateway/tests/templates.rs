@@ -169,7 +169,10 @@ async fn a_template_that_could_never_be_used_is_refused_by_its_field() {
         ("labels:", v1::CreateTemplateRequest { labels: map(&[("torpor.dev/x", "")]), ..template("web") }),
         (
             "annotations:",
-            v1::CreateTemplateRequest { annotations: map(&[("torpor.dev/template", "x")]), ..template("web") },
+            v1::CreateTemplateRequest {
+                annotations: map(&[("torpor.dev/template", "x")]),
+                ..template("web")
+            },
         ),
         ("resources.cpus:", with(v1::SandboxSpec { resources: resources(Some(0), None, None), ..full() })),
         (
@@ -321,7 +324,7 @@ async fn ports_are_exposed_from_the_beginning_or_nothing_is_made() {
         (Code::InvalidArgument, vec![port(81, &free, false), port(0, "", false)]),
         (Code::InvalidArgument, vec![port(81, &free, false), port(81, "", false)]),
         (Code::InvalidArgument, vec![port(81, &free, false), port(82, "somewhere", false)]),
-        (Code::ResourceExhausted, (1..=65).map(|number| port(number, "", false)).collect()),
+        (Code::InvalidArgument, (1..=65).map(|number| port(number, "", false)).collect()),
     ];
     for (code, expose) in bad {
         let error = client.create(v1::CreateSandboxRequest { expose, ..create("bad") }).await.unwrap_err();
@@ -359,7 +362,10 @@ async fn a_delete_says_what_it_came_to_and_a_retry_says_the_same() {
     let second = client.create(create("web")).await.unwrap().into_inner();
     let again = client.delete(delete("web", "d1", true, false)).await.unwrap().into_inner();
     assert_eq!((again.outcome(), again.id), (Outcome::Completed, first.id.clone()));
-    assert_eq!(client.get(v1::GetSandboxRequest { sandbox: "web".into() }).await.unwrap().into_inner().id, second.id);
+    assert_eq!(
+        client.get(v1::GetSandboxRequest { sandbox: "web".into() }).await.unwrap().into_inner().id,
+        second.id
+    );
     // By the id of one that is gone.
     let gone = client.delete(delete(&first.id, "", false, false)).await.unwrap_err();
     refused(&gone, Code::NotFound, "SANDBOX_NOT_FOUND");
@@ -373,7 +379,7 @@ async fn a_delete_says_what_it_came_to_and_a_retry_says_the_same() {
     let absent = client.delete(delete("later", "d2", true, true)).await.unwrap().into_inner();
     assert_eq!(absent.outcome(), Outcome::AlreadyAbsent);
     let there = client.get(v1::GetSandboxRequest { sandbox: "later".into() }).await.unwrap().into_inner();
-    assert_eq!((there.id, phase(&there)), (later.id, Phase::Ready));
+    assert_eq!((phase(&there), there.id), (Phase::Ready, later.id));
     let reused = client.delete(delete("web", "d2", true, true)).await.unwrap_err();
     refused(&reused, Code::InvalidArgument, "REQUEST_ID_REUSED");
 }
@@ -408,6 +414,9 @@ async fn a_wait_for_a_delete_is_bound_to_the_id() {
         "{done:?}"
     );
     assert_ne!(second.id, first.id);
-    assert_eq!(client.get(v1::GetSandboxRequest { sandbox: "web".into() }).await.unwrap().into_inner().id, second.id);
+    assert_eq!(
+        client.get(v1::GetSandboxRequest { sandbox: "web".into() }).await.unwrap().into_inner().id,
+        second.id
+    );
     assert_eq!(world.sim.calls(Verb::Delete), 1);
 }

@@ -31,11 +31,8 @@ fn on(config: &mut Config) {
 async fn stopped() -> (World, Client, v1::Sandbox) {
     let world = world().await;
     let mut client = world.sandboxes().await;
-    let spec = v1::SandboxSpec {
-        environment: map(&[("A", "1")]),
-        workdir: "/srv".into(),
-        ..Default::default()
-    };
+    let spec =
+        v1::SandboxSpec { environment: map(&[("A", "1")]), workdir: "/srv".into(), ..Default::default() };
     let request = v1::CreateSandboxRequest {
         labels: map(&[("team", "blue")]),
         annotations: map(&[("note", "first")]),
@@ -111,11 +108,8 @@ async fn updates_are_refused_where_the_configuration_does_not_allow_them() {
     let world = World::new(Script::default()).await;
     let mut client = world.sandboxes().await;
     let made = client.create(create("web")).await.unwrap().into_inner();
-    let labels = v1::UpdateSandboxRequest {
-        target: at(&made),
-        labels: words(&[("a", "b")]),
-        ..Default::default()
-    };
+    let labels =
+        v1::UpdateSandboxRequest { target: at(&made), labels: words(&[("a", "b")]), ..Default::default() };
     refused(&update(&mut client, labels).await.unwrap_err(), Code::Unimplemented, "UPDATES_DISABLED");
     let error = finish(&mut client, "web", false).await.unwrap_err();
     refused(&error, Code::Unimplemented, "UPDATES_DISABLED");
@@ -154,7 +148,10 @@ async fn what_is_absent_is_left_alone_and_what_is_empty_replaces() {
     assert_eq!((stored.command.len(), stored.resources.memory_bytes), (2, GIB));
     assert_eq!(world.sim.egress(&id(&after)), Some(torpor_sandbox::Egress::None));
     let running = start(&mut client, "web").await.unwrap();
-    assert_eq!((phase(&running), running.status.unwrap().disk.unwrap().virtual_bytes), (Phase::Ready, 20 * GIB));
+    assert_eq!(
+        (phase(&running), running.status.unwrap().disk.unwrap().virtual_bytes),
+        (Phase::Ready, 20 * GIB)
+    );
 
     let stop = v1::StopRequest { target: target("web") };
     let before = client.stop(stop).await.unwrap().into_inner();
@@ -196,7 +193,7 @@ async fn labels_and_annotations_change_in_every_phase_and_those_who_watch_hear_o
     };
     let mut blue = client.watch(watch("team=blue", "")).await.unwrap().into_inner();
     let mut red = client.watch(watch("team=red", "")).await.unwrap().into_inner();
-    let mut next = async |events: &mut tonic::Streaming<v1::SandboxEvent>, wanted: Kind| {
+    let next = async |events: &mut tonic::Streaming<v1::SandboxEvent>, wanted: Kind| {
         let found = async {
             loop {
                 let event = events.next().await.unwrap().unwrap();
@@ -218,7 +215,11 @@ async fn labels_and_annotations_change_in_every_phase_and_those_who_watch_hear_o
     };
     let after = update(&mut client, request).await.unwrap();
     assert_eq!((phase(&after), &after.labels), (Phase::Ready, &map(&[("team", "red")])));
-    assert_eq!(next(&mut blue, Kind::Deleted).await.sandbox.unwrap().id, ready.id, "it is none of theirs now");
+    assert_eq!(
+        next(&mut blue, Kind::Deleted).await.sandbox.unwrap().id,
+        ready.id,
+        "it is none of theirs now"
+    );
     assert_eq!(next(&mut red, Kind::Changed).await.sandbox.unwrap().labels, after.labels);
     // Also who was away meanwhile; and who wants all of them does not take it for deleted.
     let mut away = client.watch(watch("team=blue", &cursor)).await.unwrap().into_inner();
@@ -227,20 +228,23 @@ async fn labels_and_annotations_change_in_every_phase_and_those_who_watch_hear_o
     let event = all.next().await.unwrap().unwrap();
     assert_eq!((event.kind(), event.sandbox.unwrap().labels), (Kind::Changed, after.labels.clone()));
     assert_eq!(all.next().await.unwrap().unwrap().kind(), Kind::Synced);
-    let chosen = |selector: &str| v1::ListSandboxesRequest {
-        label_selector: selector.into(),
-        ..Default::default()
-    };
+    let chosen =
+        |selector: &str| v1::ListSandboxesRequest { label_selector: selector.into(), ..Default::default() };
     assert_eq!(client.list(chosen("team=red")).await.unwrap().into_inner().sandboxes.len(), 1);
     assert_eq!(client.list(chosen("team=blue")).await.unwrap().into_inner().sandboxes.len(), 0);
 
     // The same again writes nothing.
-    let request = v1::UpdateSandboxRequest { target: at(&after), labels: words(&[("team", "red")]), ..Default::default() };
+    let request = v1::UpdateSandboxRequest {
+        target: at(&after),
+        labels: words(&[("team", "red")]),
+        ..Default::default()
+    };
     assert_eq!(update(&mut client, request).await.unwrap().version, after.version);
     assert_eq!(world.sim.calls(Verb::Update), 0);
 
     // All else needs rest.
-    let request = v1::UpdateSandboxRequest { target: at(&after), command: list(&["x"]), ..Default::default() };
+    let request =
+        v1::UpdateSandboxRequest { target: at(&after), command: list(&["x"]), ..Default::default() };
     let error = update(&mut client, request).await.unwrap_err();
     refused(&error, Code::FailedPrecondition, "NOT_AT_REST");
     assert_eq!(error_info(&error).1, "torpor stop web");
@@ -257,15 +261,27 @@ async fn reserved_and_impossible_values_are_refused_by_their_field_and_nothing_i
         ("labels:", v1::UpdateSandboxRequest { labels: words(&[("agents.x-k8s.io/x", "y")]), ..blank() }),
         ("labels:", v1::UpdateSandboxRequest { labels: words(&[("a", &long)]), ..blank() }),
         ("labels:", v1::UpdateSandboxRequest { labels: words(&[("-a", "")]), ..blank() }),
-        ("annotations:", v1::UpdateSandboxRequest { annotations: words(&[("torpor.dev/template", "y")]), ..blank() }),
+        (
+            "annotations:",
+            v1::UpdateSandboxRequest { annotations: words(&[("torpor.dev/template", "y")]), ..blank() },
+        ),
         ("command:", v1::UpdateSandboxRequest { command: list(&["a\0b"]), ..blank() }),
         ("command:", v1::UpdateSandboxRequest { command: list(&[""]), ..blank() }),
         ("environment:", v1::UpdateSandboxRequest { environment: words(&[("A=B", "")]), ..blank() }),
         ("workdir:", v1::UpdateSandboxRequest { workdir: Some("relative".into()), ..blank() }),
         ("user:", v1::UpdateSandboxRequest { user: Some("a b".into()), ..blank() }),
-        ("resources.cpus:", v1::UpdateSandboxRequest { resources: resources(Some(0), None, None), ..blank() }),
-        ("resources.memory_bytes:", v1::UpdateSandboxRequest { resources: resources(None, Some(1), None), ..blank() }),
-        ("resources.disk_bytes:", v1::UpdateSandboxRequest { resources: resources(None, None, Some(GIB)), ..blank() }),
+        (
+            "resources.cpus:",
+            v1::UpdateSandboxRequest { resources: resources(Some(0), None, None), ..blank() },
+        ),
+        (
+            "resources.memory_bytes:",
+            v1::UpdateSandboxRequest { resources: resources(None, Some(1), None), ..blank() },
+        ),
+        (
+            "resources.disk_bytes:",
+            v1::UpdateSandboxRequest { resources: resources(None, None, Some(GIB)), ..blank() },
+        ),
         ("restart_policy:", v1::UpdateSandboxRequest { restart_policy: 77, ..blank() }),
         (
             "stop_grace:",
@@ -299,6 +315,9 @@ async fn reserved_and_impossible_values_are_refused_by_their_field_and_nothing_i
     let error = update(&mut client, image).await.unwrap_err();
     refused(&error, Code::Unimplemented, "IMAGE_UPDATE_NOT_SUPPORTED");
     assert!(error_info(&error).1.contains("torpor create"));
+    let its_own = Some(spec(&before).image.clone());
+    let same = update(&mut client, v1::UpdateSandboxRequest { image: its_own, ..blank() }).await.unwrap();
+    assert_eq!(same.version, before.version, "the image that it has is no change");
     let stale = v1::UpdateSandboxRequest {
         target: Some(v1::Target { expected_version: before.version - 1, ..at(&before).unwrap() }),
         ..Default::default()
@@ -309,7 +328,8 @@ async fn reserved_and_impossible_values_are_refused_by_their_field_and_nothing_i
     ] {
         refused(&update(&mut client, request).await.unwrap_err(), Code::Aborted, "STALE_VERSION");
     }
-    assert_eq!(get(&mut client, "web").await, before);
+    let after = get(&mut client, "web").await;
+    assert_eq!((after.version, &after.spec, &after.labels), (before.version, &before.spec, &before.labels));
     assert_eq!((world.sim.calls(Verb::Update), world.sim.calls(Verb::Disk)), (0, 0));
 }
 
@@ -328,7 +348,8 @@ async fn what_a_driver_cannot_change_is_refused_before_anything_is_written() {
     assert!(error.message().starts_with("resources.memory_bytes:"), "{error:?}");
     assert!(error.message().ends_with("it can change command"), "{error:?}");
     assert_eq!(get(&mut client, "web").await.version, before.version);
-    let request = v1::UpdateSandboxRequest { target: at(&before), command: list(&["x"]), ..Default::default() };
+    let request =
+        v1::UpdateSandboxRequest { target: at(&before), command: list(&["x"]), ..Default::default() };
     assert_eq!(spec(&update(&mut client, request).await.unwrap()).command, ["x"]);
 }
 
@@ -360,13 +381,18 @@ async fn an_update_that_stops_on_the_way_blocks_start_until_it_is_finished() {
         refused(&error, Code::FailedPrecondition, "UPDATE_PENDING");
         assert_eq!(error_info(&error).1, "torpor update --resume-pending web");
         // The same request again is not done twice; another one has to wait.
-        refused(&update(&mut client, request.clone()).await.unwrap_err(), Code::FailedPrecondition, "UPDATE_PENDING");
-        let other = v1::UpdateSandboxRequest { target: at(&now), command: list(&["x"]), ..Default::default() };
+        refused(
+            &update(&mut client, request.clone()).await.unwrap_err(),
+            Code::FailedPrecondition,
+            "UPDATE_PENDING",
+        );
+        let other =
+            v1::UpdateSandboxRequest { target: at(&now), command: list(&["x"]), ..Default::default() };
         refused(&update(&mut client, other).await.unwrap_err(), Code::FailedPrecondition, "UPDATE_PENDING");
         world.restart().await;
         client = world.sandboxes().await;
     }
-    assert_eq!(world.sim.calls(Verb::Disk), 1);
+    assert_eq!(get(&mut client, "web").await.status.unwrap().disk.unwrap().virtual_bytes, 30 * GIB);
     // Suspend and resume are no way round it, nor is a policy; the rest of the lifecycle works.
     let resume = v1::ResumeRequest { target: target("web"), ..Default::default() };
     refused(&client.resume(resume).await.unwrap_err(), Code::FailedPrecondition, "UPDATE_PENDING");
@@ -380,7 +406,11 @@ async fn an_update_that_stops_on_the_way_blocks_start_until_it_is_finished() {
     assert_eq!((&spec(&done).environment, &done.labels), (&map(&[("B", "2")]), &map(&[("team", "red")])));
     assert_eq!(spec(&done).egress, egress);
     assert_eq!(spec(&done).resources.unwrap().disk_bytes, Some(30 * GIB));
-    assert_eq!(finish(&mut client, "web", false).await.unwrap().version, done.version, "there is nothing to do");
+    assert_eq!(
+        finish(&mut client, "web", false).await.unwrap().version,
+        done.version,
+        "there is nothing to do"
+    );
     // Now the first request has come to this.
     assert_eq!(update(&mut client, request).await.unwrap().version, done.version);
     let running = start(&mut client, "web").await.unwrap();
@@ -443,7 +473,11 @@ async fn a_request_id_is_good_for_one_update() {
     let first = update(&mut client, request("2")).await.unwrap();
     let again = update(&mut client, request("2")).await.unwrap();
     assert_eq!((first.version, world.sim.calls(Verb::Update)), (again.version, 1));
-    refused(&update(&mut client, request("3")).await.unwrap_err(), Code::InvalidArgument, "REQUEST_ID_REUSED");
+    refused(
+        &update(&mut client, request("3")).await.unwrap_err(),
+        Code::InvalidArgument,
+        "REQUEST_ID_REUSED",
+    );
     // Many at once are one.
     let now = get(&mut client, "web").await;
     let many = (0..8).map(|_| {
@@ -468,7 +502,8 @@ async fn a_request_id_is_good_for_one_update() {
 async fn verbs_wait_for_an_update_under_way_and_of_two_updates_one_is_refused() {
     let (world, mut client, before) = stopped().await;
     world.sim.hold_disks(true);
-    let request = v1::UpdateSandboxRequest { target: at(&before), command: list(&["x"]), ..Default::default() };
+    let request =
+        v1::UpdateSandboxRequest { target: at(&before), command: list(&["x"]), ..Default::default() };
     let (mut other, asked) = (client.clone(), request.clone());
     let updating = tokio::spawn(async move { update(&mut other, asked).await });
     let under_way = async {
@@ -507,7 +542,10 @@ async fn every_phase_at_rest_takes_an_update_and_no_memory_image_is_lost_to_one(
         command: command.iter().map(|word| (*word).to_owned()).collect(),
         ..Default::default()
     };
-    client.create(v1::CreateSandboxRequest { spec: Some(exits(&["exit", "3"])), ..create("done") }).await.unwrap();
+    client
+        .create(v1::CreateSandboxRequest { spec: Some(exits(&["exit", "3"])), ..create("done") })
+        .await
+        .unwrap();
     client
         .create(v1::CreateSandboxRequest { spec: Some(exits(&["panic"])), wait: false, ..create("broken") })
         .await
@@ -517,13 +555,17 @@ async fn every_phase_at_rest_takes_an_update_and_no_memory_image_is_lost_to_one(
     client.create(create("dreams")).await.unwrap();
     let keep = v1::Keep::Memory.into();
     client.suspend(v1::SuspendRequest { target: target("dreams"), keep }).await.unwrap();
-    for (name, wanted) in [("done", Phase::Completed), ("broken", Phase::Error), ("asleep", Phase::Suspended)] {
+    for (name, wanted) in [("done", Phase::Completed), ("broken", Phase::Error), ("asleep", Phase::Suspended)]
+    {
         let mut done = None;
         // What is left of a run that failed is given back a moment later.
         for _ in 0..500 {
             let now = get(&mut client, name).await;
-            let request =
-                v1::UpdateSandboxRequest { target: at(&now), command: list(&["serve"]), ..Default::default() };
+            let request = v1::UpdateSandboxRequest {
+                target: at(&now),
+                command: list(&["serve"]),
+                ..Default::default()
+            };
             if phase(&now) == wanted
                 && let Ok(after) = update(&mut client, request).await
             {
@@ -538,7 +580,8 @@ async fn every_phase_at_rest_takes_an_update_and_no_memory_image_is_lost_to_one(
         assert_eq!(phase(&start(&mut client, name).await.unwrap()), Phase::Ready, "{name}");
     }
     let dreams = get(&mut client, "dreams").await;
-    let request = v1::UpdateSandboxRequest { target: at(&dreams), command: list(&["x"]), ..Default::default() };
+    let request =
+        v1::UpdateSandboxRequest { target: at(&dreams), command: list(&["x"]), ..Default::default() };
     let error = update(&mut client, request).await.unwrap_err();
     refused(&error, Code::FailedPrecondition, "MEMORY_KEPT");
     world.sim.end(&id(&get(&mut client, "asleep").await), Exit::Code(0));

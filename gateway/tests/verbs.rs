@@ -374,8 +374,12 @@ async fn pages_hold_every_sandbox_once_and_selectors_choose() {
     {
         let (mut names, mut page_token) = (std::collections::BTreeSet::new(), String::new());
         loop {
-            let request =
-                v1::ListSandboxesRequest { page_size: 10, page_token, label_selector: selector.into() };
+            let request = v1::ListSandboxesRequest {
+                page_size: 10,
+                page_token,
+                label_selector: selector.into(),
+                ..Default::default()
+            };
             let page = client.list(request).await.unwrap().into_inner();
             assert!(page.sandboxes.len() <= 10);
             for sandbox in page.sandboxes {

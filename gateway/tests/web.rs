@@ -99,7 +99,7 @@ async fn a_client_that_knows_nothing_learns_all_by_reflection() {
     let pool = DescriptorPool::from_file_descriptor_set(set).unwrap();
     let get = pool.get_service_by_name("torpor.v1.Sandboxes").unwrap();
     let get = get.methods().find(|method| method.name() == "Get").unwrap();
-    let mut ask = async |name: &str| {
+    let ask = async |name: &str| {
         let mut request = DynamicMessage::new(get.input());
         request.set_field_by_name("sandbox", prost_reflect::Value::String(name.into()));
         let mut client = tonic::client::Grpc::new(world.channel().await);

@@ -50,6 +50,28 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
     serde_json::from_slice(&bytes).map_err(std::io::Error::other).at("understand", path)
 }
 
+/// Tells one state of a file from another without reading it: whoever writes to it can't set back the change time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct FileStamp {
+    path: PathBuf,
+    file: (u64, u64),
+    bytes: u64,
+    changed: (i64, i64),
+}
+
+impl FileStamp {
+    pub(crate) fn of(path: &Path) -> std::io::Result<Self> {
+        use std::os::unix::fs::MetadataExt as _;
+        let found = fs::metadata(path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            file: (found.dev(), found.ino()),
+            bytes: found.len(),
+            changed: (found.ctime(), found.ctime_nsec()),
+        })
+    }
+}
+
 /// SHA-256 of a file's bytes, as 64 hex digits.
 pub(crate) fn sha256_file(path: &Path) -> Result<String, Error> {
     let mut file = File::open(path).at("open", path)?;

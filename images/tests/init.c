@@ -30,7 +30,7 @@ int main(void)
     char line[200];
     FILE *list = fopen("/modules/list", "re");
     while (list && fgets(line, sizeof line, list)) {
-        line[strcspn(line, "\n")] = 0;
+        line[strcspn(line, " \n")] = 0; /* reasons to load it follow */
         load(line);
     }
     struct stat disk;

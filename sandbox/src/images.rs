@@ -55,6 +55,11 @@ pub trait ImageCare: Send + Sync {
         tell: OnStep<'_>,
     ) -> Result<ImageFound, DriverError>;
 
+    /// Whether images can be brought here. Not to who only passes their names on.
+    fn takes_imports(&self) -> bool {
+        true
+    }
+
     /// Whether a sandbox of such an image has a disk whose size can be asked for.
     fn sizes_disks(&self) -> bool {
         false

@@ -108,7 +108,7 @@ struct World {
     egress: Option<Egress>,
     /// What the next start goes by.
     #[serde(default)]
-    spec: Option<SandboxSpec>,
+    spec: Option<Box<SandboxSpec>>,
     #[serde(skip)]
     busy: u32,
 }
@@ -136,7 +136,7 @@ impl Kept {
     /// A sandbox and its stored spec.
     pub fn spec(&self) -> Option<(&SandboxId, &SandboxSpec)> {
         match &self.0 {
-            KeptPiece::World(id, world) => world.spec.as_ref().map(|spec| (id, spec)),
+            KeptPiece::World(id, world) => world.spec.as_deref().map(|spec| (id, spec)),
             KeptPiece::Violation(_) => None,
         }
     }
@@ -222,7 +222,7 @@ impl SimDriver {
 
     /// The spec that the next start goes by.
     pub fn spec(&self, id: &SandboxId) -> Option<SandboxSpec> {
-        self.lock().worlds.get(id)?.spec.clone()
+        self.lock().worlds.get(id)?.spec.as_deref().cloned()
     }
 
     /// What the backend can't make another of, from now on.
@@ -501,7 +501,7 @@ impl ComputeDriver for SimDriver {
                 world.disk_bytes = spec.resources.disk_bytes;
                 world.ends = ends(&spec.command);
                 world.egress = spec.egress.clone();
-                world.spec = Some(spec.clone());
+                world.spec = Some(Box::new(spec.clone()));
                 inner.keep(id);
                 Change::Done
             }
@@ -533,9 +533,9 @@ impl ComputeDriver for SimDriver {
         let done = {
             let mut inner = self.lock();
             let world = inner.worlds.entry(id.clone()).or_default();
-            let known = world.spec.as_ref() == Some(spec);
+            let known = world.spec.as_deref() == Some(spec);
             (world.ends, world.egress) = (ends(&spec.command), spec.egress.clone());
-            world.spec = Some(spec.clone());
+            world.spec = Some(Box::new(spec.clone()));
             inner.keep(id);
             if known { Change::Already } else { Change::Done }
         };

@@ -194,7 +194,7 @@ mod tests {
         before.command = vec!["sleep".into(), "1".into()];
         before.environment.insert("A".into(), "1".into());
         (before.workdir, before.user) = (Some("/srv".into()), Some("www".into()));
-        before.egress = Some(Egress::None);
+        before.egress = Some(crate::Egress::None);
 
         let nothing = SpecChange::default();
         let mut after = before.clone();

@@ -95,7 +95,10 @@ fn a_pending_update_keeps_a_sandbox_from_being_started_and_from_nothing_else() {
             let got = next(&pending, &Event::Request(request), RestartPolicy::Never);
             if matches!(request, Request::Resume { .. } | Request::Start) {
                 let refusal = got.unwrap_err();
-                assert_eq!((refusal.reason, refusal.next), ("UPDATE_PENDING", Some("update --resume-pending")));
+                assert_eq!(
+                    (refusal.reason, refusal.next),
+                    ("UPDATE_PENDING", Some("update --resume-pending"))
+                );
                 continue;
             }
             let free = next(&at(phase), &Event::Request(request), RestartPolicy::Never);

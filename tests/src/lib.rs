@@ -55,7 +55,7 @@ fn path_variable() -> std::ffi::OsString {
 }
 
 /// The folder of the built programs: target/debug.
-fn programs() -> PathBuf {
+pub fn programs() -> PathBuf {
     let exe = std::env::current_exe().unwrap();
     exe.parent().unwrap().parent().unwrap().to_owned()
 }
@@ -84,6 +84,11 @@ fn shared() -> &'static Shared {
         busybox_tree(&shared.dir.join("tree"));
         shared
     })
+}
+
+/// The tree of the image "tiny".
+pub fn tiny_tree() -> PathBuf {
+    shared().dir.join("tree")
 }
 
 /// A root file system of one program.

@@ -106,3 +106,20 @@ pub fn gateway() -> Result<(), String> {
     let status = cargo.current_dir(root()).status().map_err(|e| format!("cargo bench: {e}"))?;
     if status.success() { Ok(()) } else { Err(format!("cargo bench: {status}")) }
 }
+
+pub fn kubernetes() -> Result<(), String> {
+    let mut cargo = Command::new("cargo");
+    cargo.args([
+        "test",
+        "--release",
+        "--quiet",
+        "--locked",
+        "--package",
+        "torpor-driver-kubernetes",
+        "--test",
+        "scale",
+    ]);
+    cargo.args(["--", "--ignored", "--nocapture", "twenty_thousand"]);
+    let status = cargo.current_dir(root()).status().map_err(|e| format!("cargo test: {e}"))?;
+    if status.success() { Ok(()) } else { Err(format!("cargo test: {status}")) }
+}

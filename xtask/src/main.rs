@@ -3,6 +3,8 @@
 mod agent;
 mod bench;
 mod check;
+mod golden;
+mod surface;
 
 use std::{
     path::{Path, PathBuf},
@@ -21,8 +23,11 @@ usage: cargo xtask COMMAND
   bench disk        the same: direct I/O in the guest on an overlay, queue depth 1
   bench ready       `torpor create`, `suspend` and `resume` in the box, on both machines, from the command to its end
   bench gateway     20,000 sandboxes of the sim driver beside the project's goals (TORPOR_BENCH_SANDBOXES: another number)
+  bench kubernetes  20,000 Sandbox objects and 1,000 suspends on a cluster in memory: times, requests by verb, memory
   bench memory      the same: the process's memory beside its guest's, and its work while the guest idles
-  check             arrows between crates, file lengths, SAFETY comments, licenses of dependencies
+  check             arrows between crates, file lengths, SAFETY comments, licenses of dependencies, breaks of the API
+  golden            record additions to the .proto files in proto/golden/api.txt, which `check` compares with;
+                    --breaking: what breaks clients, too
 ";
 
 fn main() -> ExitCode {
@@ -36,7 +41,10 @@ fn main() -> ExitCode {
         ["bench", what @ ("boot" | "disk" | "memory")] => bench::machines(what),
         ["bench", "ready"] => bench::ready(),
         ["bench", "gateway"] => bench::gateway(),
+        ["bench", "kubernetes"] => bench::kubernetes(),
         ["check"] => check::run(),
+        ["golden"] => golden::record(false),
+        ["golden", "--breaking"] => golden::record(true),
         [] | ["help" | "--help"] => {
             print!("{HELP}");
             Ok(())

@@ -125,7 +125,7 @@ async fn gateway(session: &Session) -> Vec<Check> {
     let advice = "start it as root: torpor serve, or systemctl start torpor";
     let client = match session.connect().await {
         Ok(client) => client,
-        Err(error) => return vec![Check::warn(name, error.to_string(), advice)],
+        Err(error) => return vec![Check::warn(name, error.told.message, advice)],
     };
     let gateway = match client.health().await {
         Ok(health) if health.status() == Status::Serving => {

@@ -65,6 +65,14 @@ fn human(sandbox: &v1::Sandbox) -> String {
     ]);
     out.push_str(&host(status.host.as_ref()));
     out.push_str(&disk(status.disk.as_ref(), status.flushed));
+    for seen in &status.endpoints {
+        let status = if seen.http_status > 0 { format!(" {}", seen.http_status) } else { String::new() };
+        let since = age(seen.since.as_ref());
+        let since = if since.is_empty() { since } else { format!(", for {since}") };
+        let result = view::endpoint_result(seen);
+        let line = format!("{} (port {}) {result}{status}{since} {}", seen.name, seen.port, seen.message);
+        out.push_str(&fields([("Endpoint", line.trim_end().to_owned())]));
+    }
     for condition in &status.conditions {
         let line =
             format!("{}={} {} {}", condition.r#type, condition.status, condition.reason, condition.message);

@@ -2,6 +2,7 @@
 
 #[cfg(feature = "gateway")]
 mod admin;
+mod attach;
 mod completions;
 mod cp;
 mod create;
@@ -31,8 +32,8 @@ mod start;
 mod stop;
 mod suspend;
 mod template;
-mod update;
 mod token;
+mod update;
 mod verb;
 mod wait;
 mod watch;
@@ -151,6 +152,8 @@ pub enum Verb {
     Expose(expose::ExposeArgs),
     #[command(visible_alias = "copy")]
     Cp(cp::CpArgs),
+    /// Follow the main command of a ready sandbox and end as it does.
+    Attach(attach::AttachArgs),
     /// Open an SSH session to a ready sandbox, by the SSH server of its image.
     Ssh(ssh::SshArgs),
     /// Print what OpenSSH's client needs to reach sandboxes by name: `ssh NAME.torpor`.
@@ -206,6 +209,7 @@ async fn run_verb(session: &Session, verb: Verb) -> Outcome {
         Verb::Network(args) => network::run(session, args).await,
         Verb::Expose(args) => expose::run(session, args).await,
         Verb::Cp(args) => cp::run(session, args).await,
+        Verb::Attach(args) => attach::run(session, args).await,
         Verb::Ssh(args) => ssh::ssh(session, args).await,
         Verb::SshConfig(args) => ssh::config(session, args).await,
         Verb::SshProxy(args) => ssh::proxy_command(session, args).await,

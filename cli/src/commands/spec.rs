@@ -51,7 +51,7 @@ pub struct SpecArgs {
     volumes: Vec<v1::Volume>,
     /// Something that the sandbox serves, to be looked at while it is ready: a port that takes connections, or with a path
     /// an HTTP server that answers a GET of it, as in `web=8080/health`. May be repeated.
-    #[arg(long = "endpoint", value_name = "NAME=PORT[/PATH]", value_parser = parse::endpoint)]
+    #[arg(long = "serves", value_name = "NAME=PORT[/PATH]", value_parser = parse::endpoint)]
     endpoints: Vec<v1::Endpoint>,
     #[command(flatten)]
     egress: EgressArgs,

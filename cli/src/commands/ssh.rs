@@ -165,8 +165,8 @@ fn word(text: &str) -> String {
 
 fn proxy(session: &Session, folder: &Path, token: Option<&Path>, id: &str) -> Result<String, Failure> {
     let program = std::env::current_exe().map_err(failed("find this program"))?;
-    let mut words =
-        vec![word(&program.display().to_string()), "--endpoint".to_owned(), word(&session.endpoint)];
+    let mut words = vec![word(&program.display().to_string())];
+    words.extend(session.connection().iter().map(|text| word(text)));
     words.extend(["ssh-proxy".to_owned(), "--keys".to_owned(), word(&folder.display().to_string())]);
     if let Some(token) = token {
         words.extend(["--session".to_owned(), word(&token.display().to_string())]);

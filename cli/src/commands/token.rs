@@ -43,7 +43,7 @@ pub enum TokenCommand {
 #[derive(Args)]
 #[command(group = clap::ArgGroup::new("rights").required(true))]
 pub struct CreateArgs {
-    /// What to know it by; its holder is token:NAME.
+    /// What to know it by.
     name: String,
     /// What it allows in the workspace that is worked in (--workspace).
     #[arg(long, value_enum, group = "rights")]

@@ -33,6 +33,7 @@ pub async fn run(session: &Session, args: WatchArgs) -> Outcome {
         sandbox: args.name.unwrap_or_default(),
         label_selector: args.selector,
         cursor: args.cursor,
+        ..Default::default()
     });
     loop {
         let event = watch.next().await?;

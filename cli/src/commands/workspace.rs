@@ -23,7 +23,7 @@ pub enum WorkspaceCommand {
         /// A label, may be given several times.
         #[arg(short, long, value_name = "KEY=VALUE", value_parser = parse::pair)]
         label: Vec<(String, String)>,
-        /// Its first owner: uid:NUMBER, cert:NAME, oidc:SUBJECT or token:NAME.
+        /// Its first owner: uid:NUMBER, cert:NAME or oidc:SUBJECT.
         #[arg(long, value_name = "SUBJECT", default_value = "", hide_default_value = true)]
         owner: String,
     },
@@ -64,7 +64,7 @@ pub enum MemberCommand {
     List,
     /// Give somebody a role, in place of the one it has.
     Set {
-        /// uid:NUMBER, cert:NAME, oidc:SUBJECT or token:NAME; `torpor whoami` shows one's own.
+        /// uid:NUMBER, cert:NAME or oidc:SUBJECT; `torpor whoami` shows one's own.
         subject: String,
         /// A viewer sees, an editor makes and uses sandboxes, an owner says who is a member.
         #[arg(long, value_enum)]

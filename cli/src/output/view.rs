@@ -39,6 +39,7 @@ pub struct Sandbox {
     resources: Resources,
     egress: Option<Egress>,
     volumes: Vec<Volume>,
+    endpoints: Vec<Endpoint>,
     host: Option<Host>,
     disk: Option<Disk>,
     failure: Option<Failure>,
@@ -49,6 +50,19 @@ pub struct Sandbox {
     boot_id: Option<String>,
     then: Option<String>,
     step: Option<String>,
+}
+
+/// Something that a sandbox serves, and how it was seen last.
+#[derive(Serialize)]
+struct Endpoint {
+    name: String,
+    port: u32,
+    http_path: Option<String>,
+    result: &'static str,
+    http_status: Option<u32>,
+    message: Option<String>,
+    observed: Option<String>,
+    since: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -159,6 +173,7 @@ impl From<&v1::Sandbox> for Sandbox {
             },
             egress,
             volumes: spec.volumes.into_iter().map(Volume::from).collect(),
+            endpoints: endpoints(&spec.endpoints, &status.endpoints),
             host: status.host.as_ref().map(Host::from),
             disk: status.disk.as_ref().map(Disk::from),
             failure: status.failure.as_ref().map(Failure::from),
@@ -170,6 +185,38 @@ impl From<&v1::Sandbox> for Sandbox {
             then: text(&status.then),
             step: text(&status.step),
         }
+    }
+}
+
+fn endpoints(declared: &[v1::Endpoint], seen: &[v1::EndpointStatus]) -> Vec<Endpoint> {
+    let one = |endpoint: &v1::Endpoint| {
+        let seen = seen.iter().find(|seen| seen.name == endpoint.name).cloned().unwrap_or_default();
+        Endpoint {
+            name: endpoint.name.clone(),
+            port: endpoint.port,
+            http_path: text(&endpoint.http_path),
+            result: endpoint_result(&seen),
+            http_status: (seen.http_status > 0).then_some(seen.http_status),
+            message: text(&seen.message),
+            observed: time(seen.observed.as_ref()),
+            since: time(seen.since.as_ref()),
+        }
+    };
+    declared.iter().map(one).collect()
+}
+
+/// What was seen of an endpoint, in a word.
+pub fn endpoint_result(seen: &v1::EndpointStatus) -> &'static str {
+    use v1::endpoint_status::Result as Found;
+    match seen.result() {
+        Found::Unspecified => "unseen",
+        Found::Ok => "ok",
+        Found::Refused => "refused",
+        Found::Timeout => "timeout",
+        Found::Reset => "reset",
+        Found::BadHttp => "bad_http",
+        Found::HttpError => "http_error",
+        Found::Unknown => "unknown",
     }
 }
 

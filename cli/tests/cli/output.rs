@@ -57,11 +57,11 @@ fn full() -> v1::Sandbox {
 
 fn golden() -> Value {
     json!({
-        "id": "sb-web", "name": "web", "phase": "Ready", "retained": null, "driver": "vm", "machine": "qemu (tcg)",
+        "id": "sb-web", "name": "web", "workspace": "", "annotations": {}, "phase": "Ready", "retained": null, "driver": "vm", "machine": "qemu (tcg)",
         "run": 3, "version": 1, "image": {"name": "debian", "digest": "sha256:abc"}, "labels": {"team": "blue"},
         "created": "2023-11-14T21:56:40Z", "phase_since": "2023-11-14T22:13:20Z",
         "command": ["run", "a b"], "environment": {"K": "V"}, "egress": null, "restart_policy": "always",
-        "resources": {"cpus": 2, "memory_bytes": 536_870_912, "disk_bytes": 10_737_418_240_u64}, "volumes": [],
+        "resources": {"cpus": 2, "memory_bytes": 536_870_912, "disk_bytes": 10_737_418_240_u64}, "volumes": [], "endpoints": [],
         "host": {
             "pid": 4711, "tap": "tpr-000001", "ip": "10.231.0.2", "mac": "02:00:00:00:00:01", "cid": 7, "cpus": "0-1",
             "memory_bytes": 536_870_912, "resident_bytes": 104_857_600, "run_dir": "/run/torpor/sb-web"

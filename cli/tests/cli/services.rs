@@ -53,6 +53,7 @@ impl Sandboxes for Service {
     type ExecStream = Stream<v1::ExecOutput>;
     type LogsStream = Stream<v1::LogChunk>;
     type ForwardStream = Stream<v1::ForwardOutput>;
+    type SshStream = Stream<v1::ForwardOutput>;
     type CompactDiskStream = Stream<v1::CompactDiskProgress>;
     type ExportDiskStream = Stream<v1::ExportDiskChunk>;
 
@@ -296,6 +297,27 @@ impl Sandboxes for Service {
             }
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn create_ssh_session(
+        &self,
+        request: Request<v1::CreateSshSessionRequest>,
+    ) -> Answer<v1::SshSession> {
+        let request = request.into_inner();
+        assert!(request.public_key.starts_with("ssh-ed25519 "), "{}", request.public_key);
+        self.note("ssh", &request.sandbox, "")?;
+        Err(Status::failed_precondition("the image has no sshd"))
+    }
+
+    async fn revoke_ssh_session(
+        &self,
+        _: Request<v1::RevokeSshSessionRequest>,
+    ) -> Answer<v1::RevokeSshSessionResponse> {
+        Ok(Response::new(v1::RevokeSshSessionResponse { revoked: false }))
+    }
+
+    async fn ssh(&self, _: Request<Streaming<v1::SshInput>>) -> Answer<Self::SshStream> {
+        Err(Status::not_found("no such session"))
     }
 
     async fn get_disk(&self, request: Request<v1::GetDiskRequest>) -> Answer<v1::DiskReport> {

@@ -16,8 +16,8 @@ use tokio::{
 };
 use tonic::transport::Channel;
 use torpor_sandbox::{
-    Capabilities, Change, ComputeDriver, DriverError, Facts, ImageCare, Keep, Observed, Run, SandboxId,
-    SandboxSpec, Stopped,
+    Capabilities, Change, ComputeDriver, DriverError, Facts, Field, ImageCare, Keep, Observed, Run,
+    SandboxId, SandboxSpec, Stopped,
     driver::{Word, word_of},
     failpoint::hit,
 };
@@ -255,7 +255,7 @@ impl ComputeDriver for ContainerDriver {
             name: engine.to_owned(),
             version,
             keeps_memory: false,
-            updates: false,
+            updates: true,
             needs_loan: false,
             machine,
             notice,
@@ -272,6 +272,23 @@ impl ComputeDriver for ContainerDriver {
 
     async fn create(&self, id: &SandboxId, spec: &SandboxSpec, run: Run) -> Result<Change, DriverError> {
         self.inner.create(id, spec, run).await
+    }
+
+    /// What its agent is told at every start. The rest is fixed when the container is made, and a new container would have
+    /// none of the old one's files.
+    fn updates(&self) -> &'static [Field] {
+        use Field::*;
+        &[Command, Environment, Workdir, User, Restart, StopGrace]
+    }
+
+    async fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+        let turn = self.inner.turn(id).await;
+        let (inner, wanted, spec) = (self.inner.clone(), id.clone(), spec.clone());
+        let write = async move {
+            inner.store.spec(&wanted)?;
+            inner.store.write(&wanted, &spec)
+        };
+        self.inner.step(id, &turn, write).await
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {

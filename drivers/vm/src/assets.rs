@@ -10,7 +10,10 @@ use crate::config::{ConfigError, VmConfig};
 /// What a guest is booted with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BootFiles {
+    /// The boot image.
     pub(crate) kernel: PathBuf,
+    /// The same kernel unpacked, where this host can do that.
+    pub(crate) unpacked: Option<PathBuf>,
     pub(crate) initramfs: PathBuf,
 }
 
@@ -77,6 +80,10 @@ impl Assets {
             .kernels
             .initramfs(&kernel, &self.agent)
             .map_err(|error| DriverError::backend("make the initramfs", error))?;
-        Ok(BootFiles { kernel: kernel.vmlinuz, initramfs })
+        let unpacked = self
+            .kernels
+            .unpacked(&kernel)
+            .map_err(|error| DriverError::backend("unpack the guest kernel", error))?;
+        Ok(BootFiles { kernel: kernel.vmlinuz, unpacked, initramfs })
     }
 }

@@ -14,8 +14,8 @@ use tokio::{
 use tonic::transport::Channel;
 use torpor_netpool::{GuestNet, Ledger};
 use torpor_sandbox::{
-    Capabilities, Change, ComputeDriver, DiskCare, DriverError, Ended, Exit, Facts, Observed, Run, SandboxId,
-    SandboxSpec, Stopped,
+    Capabilities, Change, ComputeDriver, DiskCare, DriverError, Ended, Exit, Facts, Field, Observed, Run,
+    SandboxId, SandboxSpec, Stopped,
     driver::{DiskFacts, HostFacts, Word, word_of},
     failpoint::hit,
     lifecycle::Keep,
@@ -407,6 +407,16 @@ impl ComputeDriver for VmDriver {
         })
         .await?;
         Ok(Change::Done)
+    }
+
+    fn updates(&self) -> &'static [Field] {
+        Field::ALL
+    }
+
+    async fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+        let turn = self.turn(id).await;
+        let (wanted, spec) = (id.clone(), spec.clone());
+        self.step(id, &turn, move |host| host.store.update(&wanted, &spec)).await
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {

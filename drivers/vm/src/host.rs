@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex, PoisonError, RwLock},
+    thread,
 };
 
 use torpor_netpool::{
@@ -184,6 +185,7 @@ impl Host {
         run: Run,
         prepared: &Prepared,
     ) -> Result<(Record, Handle), DriverError> {
+        self.warm_up_cgroups();
         let dir = self.run_dir(id);
         let mut record = Record {
             sandbox: id.clone(),
@@ -227,6 +229,7 @@ impl Host {
             marker: &marker,
             run_dir: dir.path(),
             kernel: &prepared.boot.kernel,
+            unpacked_kernel: prepared.boot.unpacked.as_deref(),
             initramfs: &prepared.boot.initramfs,
             overlay: &overlay,
             base: &prepared.base,
@@ -248,6 +251,15 @@ impl Host {
         self.settle(&dir, &mut record, &mut child, cgroup.as_ref(), &prepared.loan)
             .inspect_err(|_| end(&mut child))
             .map(|handle| (record, handle))
+    }
+
+    /// While all else is prepared. Nothing but time is lost without it.
+    fn warm_up_cgroups(&self) {
+        let Some(parent) = self.cgroups.clone() else { return };
+        let spawned = thread::Builder::new().name("cgroups".to_owned()).spawn(move || parent.warm_up());
+        if let Err(error) = spawned {
+            tracing::debug!(%error, "no thread to warm cgroups up");
+        }
     }
 
     /// Everything after the process was made.

@@ -141,7 +141,8 @@ impl Store {
         Err(DriverError::Invalid(text))
     }
 
-    fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+    /// Makes the spec another one: what a start goes by. The image and the size of the disk are the disk's.
+    pub(crate) fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
         let old = self.spec(id)?;
         if old == *spec {
             return Ok(Change::Already);
@@ -154,7 +155,7 @@ impl Store {
                 "resources.disk_bytes: a disk is grown by `torpor sandbox disk grow`".to_owned(),
             ));
         }
-        write_json(&self.spec_path(id), spec)?;
+        write_json(&self.spec_path(id), spec).map_err(errors::full)?;
         Ok(Change::Done)
     }
 

@@ -120,6 +120,10 @@ impl Rest {
                 return Err(refusal(Code::NotFound, "NO_SUCH_PATH", message, &next).into());
             }
         };
+        if let Some(admit) = &self.admit {
+            let grpc = path(&route.method)?.as_str().to_owned();
+            admit(grpc, head.headers.clone(), head.extensions.clone()).await?;
+        }
         check_content(&head.headers)?;
         let limit = time_limit(&head.headers)?;
         let until = limit.map(|limit| tokio::time::Instant::now() + limit);

@@ -176,7 +176,9 @@ fn put(
     }
     match root.get(key) {
         None | Some(Value::Null) => {}
-        Some(present) if *present == value || present.to_string() == text => {}
+        Some(present) if *present == value => {}
+        // A number, where the path has its digits.
+        Some(Value::Number(present)) if present.to_string() == text => {}
         Some(_) => return Err(Problem::of(shown, "it is given twice, with different values")),
     }
     root.insert(key.to_owned(), value);

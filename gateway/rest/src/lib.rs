@@ -22,10 +22,16 @@ mod split;
 mod status;
 mod template;
 
-use std::sync::{Arc, OnceLock};
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, OnceLock},
+};
 
 use bytes::Bytes;
+use http::{Extensions, HeaderMap};
 use prost_reflect::DescriptorPool;
+use tonic::Status;
 
 pub use call::LARGEST_OBJECT;
 pub use front::{Front, FrontLayer};
@@ -73,8 +79,17 @@ pub enum RestError {
     },
 }
 
+/// Asks whether a call may be made, by its gRPC path, headers and the connection's extensions, before anything of its body
+/// is read.
+pub type Admit = Arc<
+    dyn Fn(String, HeaderMap, Extensions) -> Pin<Box<dyn Future<Output = Result<(), Status>> + Send>>
+        + Send
+        + Sync,
+>;
+
 /// The ways to all methods, and how they are described.
 pub struct Rest {
+    admit: Option<Admit>,
     routes: Routes,
     types: Arc<DescriptorPool>,
     cors: Cors,
@@ -91,6 +106,18 @@ impl Rest {
     /// # Errors
     /// See [`RestError`].
     pub fn new(descriptors: &[u8], options: Options) -> Result<Arc<Self>, RestError> {
+        Self::guarded(descriptors, options, None)
+    }
+
+    /// The same; strangers are refused before their bodies are read.
+    ///
+    /// # Errors
+    /// See [`RestError`].
+    pub fn guarded(
+        descriptors: &[u8],
+        options: Options,
+        admit: Option<Admit>,
+    ) -> Result<Arc<Self>, RestError> {
         let pool = DescriptorPool::decode(descriptors)?;
         let routes = Routes::read(&pool, &options.package)?;
         for route in routes.iter().filter(|route| route.method.is_server_streaming()) {
@@ -102,7 +129,7 @@ impl Rest {
         }
         let types = Arc::new(status::types()?);
         let cors = Cors::new(options.origins.clone());
-        Ok(Arc::new(Self { routes, types, cors, pool, options, document: OnceLock::new() }))
+        Ok(Arc::new(Self { admit, routes, types, cors, pool, options, document: OnceLock::new() }))
     }
 
     /// To put before the gRPC services: of tonic's server (with `accept_http1`) or of any other.

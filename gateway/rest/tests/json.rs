@@ -1,4 +1,5 @@
 //! JSON to gRPC and back.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! The OpenAPI document of torpor.v1.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 

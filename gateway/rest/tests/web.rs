@@ -1,4 +1,5 @@
 //! Browsers: origins, gRPC-Web. And gRPC itself, as it was.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 

@@ -128,21 +128,32 @@ impl Access {
                 subject: "anonymous".to_owned(),
                 by: By::Plaintext,
                 grant,
+                home: None,
+                expires: None,
             }),
         })
     }
 
     fn member(&self, subject: String, by: By, admin: bool) -> Identity {
         let admin = admin || self.admins.contains(&subject);
-        Identity { subject, by, grant: if admin { Grant::Admin } else { Grant::Membership } }
+        let grant = if admin { Grant::Admin } else { Grant::Membership };
+        Identity { subject, by, grant, home: None, expires: None }
     }
 
     async fn of_token(&self, token: &str) -> Result<Identity, ApiError> {
         if !token.starts_with(PREFIX) {
             return match &self.oidc {
                 Some(oidc) => {
-                    let subject = oidc.subject(token).await.map_err(|e| unknown(e.to_string()))?;
-                    Ok(self.member(format!("oidc:{subject}"), By::Oidc, false))
+                    let (subject, expires) = oidc.subject(token).await.map_err(|error| {
+                        // What is wrong with the issuer's keys is the administrator's to read.
+                        if error.is_ours() {
+                            tracing::error!(%error, "OIDC tokens can't be checked");
+                            return unknown("the token can't be checked now; the gateway's log says why");
+                        }
+                        unknown(error.to_string())
+                    })?;
+                    let known = self.member(format!("oidc:{subject}"), By::Oidc, false);
+                    Ok(Identity { expires: Some(expires), ..known })
                 }
                 None => Err(unknown("the token is none of this gateway's, and no OIDC issuer is configured")),
             };
@@ -161,11 +172,14 @@ impl Access {
                 format!("token '{}' has expired", found.name),
             ));
         }
-        let (subject, grant) = match found.sandbox.as_deref().and_then(|id| id.parse().ok()) {
-            Some(sandbox) => (format!("sandbox:{sandbox}"), Grant::Sandbox(sandbox)),
-            None => (format!("token:{}", found.name), grant_of(found.role, found.workspace)),
+        // Names of tokens are for people, and not unique.
+        let subject = format!("token:{}", found.id);
+        let home = found.workspace.clone();
+        let grant = match &found.sandbox {
+            Some(sandbox) => Grant::Sandbox(sandbox.parse().map_err(|_| wrong())?),
+            None => grant_of(found.role, found.workspace),
         };
-        Ok(Identity { subject, by: By::Token, grant })
+        Ok(Identity { subject, by: By::Token, grant, home, expires: found.expires })
     }
 }
 

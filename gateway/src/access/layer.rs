@@ -6,11 +6,13 @@ use std::{
     pin::Pin,
     sync::{Arc, PoisonError},
     task::{Context, Poll},
-    time::Instant,
+    time::{Instant, SystemTime},
 };
 
 use http::{HeaderMap, Request, Response};
-use tonic::body::Body;
+use http_body::Frame;
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, body::Body};
 use tower::Service;
 
 use super::{Access, Caller, Grant, Identity, Need, Peer, methods, usual_workspace, workspace_name};
@@ -61,9 +63,13 @@ async fn admit(
                 .with("next", "give a token: --token-file FILE or TORPOR_TOKEN"));
         }
         // Whoever it is may ask.
-        Ok(None) => {
-            Identity { subject: "nobody".to_owned(), by: super::By::Plaintext, grant: Grant::Membership }
-        }
+        Ok(None) => Identity {
+            subject: "nobody".to_owned(),
+            by: super::By::Plaintext,
+            grant: Grant::Membership,
+            home: None,
+            expires: None,
+        },
         Err(error) => return Err(error),
     };
     let refused = |what: &str| {
@@ -79,19 +85,101 @@ async fn admit(
     }
     let workspace = match headers.get(WORKSPACE) {
         Some(value) => workspace_name(value.to_str().unwrap_or_default())?,
-        None => match &identity.grant {
-            Grant::Fixed { workspace: Some(only), .. } => only.clone(),
-            _ => usual_workspace(),
-        },
+        None => identity.home.clone().unwrap_or_else(usual_workspace),
     };
     Ok(Caller { identity, method, workspace, access: access.clone(), named: Arc::default() })
 }
 
+impl Access {
+    /// Whether a call would be let in, by all that is known before its message is read.
+    ///
+    /// # Errors
+    /// Why not.
+    pub async fn admits(
+        self: &Arc<Self>,
+        path: &str,
+        headers: &HeaderMap,
+        peer: Option<&Peer>,
+    ) -> Result<(), ApiError> {
+        admit(self, path, headers, peer).await.map(drop)
+    }
+}
+
 /// The status that an answer begins with; one that comes later is not known here.
-fn outcome(response: &Response<Body>) -> &str {
+fn outcome(response: &Response<Body>) -> String {
     match response.headers().get("grpc-status").map(|status| status.to_str().unwrap_or("?")) {
-        Some("0") | None => "ok",
-        Some(code) => code,
+        Some("0") | None => "ok".to_owned(),
+        Some(code) => code.to_owned(),
+    }
+}
+
+/// A call under way, for the audit log: one whose caller goes away is written down as well, since what it asked for may
+/// be done all the same.
+struct Noted {
+    access: Arc<Access>,
+    caller: Caller,
+    from: String,
+    begun: Instant,
+    outcome: Option<String>,
+}
+
+impl Drop for Noted {
+    fn drop(&mut self) {
+        if self.caller.method.changes {
+            let outcome = self.outcome.as_deref().unwrap_or("caller went away");
+            let named = self.caller.named.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            self.access.audit.called(&self.caller, &self.from, &named, outcome, self.begun.elapsed());
+        }
+    }
+}
+
+/// An answer that ends when its caller's rights do.
+struct Bounded {
+    inner: Body,
+    ended: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+}
+
+/// Ends with the rights of a caller: they shrank, or what it is known by has expired.
+async fn rights_end(shrank: CancellationToken, expires: Option<SystemTime>) {
+    let left = expires.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
+    tokio::select! {
+        () = shrank.cancelled() => {}
+        () = async {
+            match left {
+                Some(left) => tokio::time::sleep(left).await,
+                None => std::future::pending().await,
+            }
+        } => {}
+    }
+}
+
+impl http_body::Body for Bounded {
+    type Data = bytes::Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<bytes::Bytes>, Status>>> {
+        // What is there already is given: a caller may have revoked its own token.
+        if let Poll::Ready(frame) = Pin::new(&mut self.inner).poll_frame(context) {
+            return Poll::Ready(frame);
+        }
+        match self.ended.as_mut().map(|ended| ended.as_mut().poll(context)) {
+            Some(Poll::Ready(())) => {
+                self.ended = None;
+                self.inner = Body::empty();
+                let message = "the rights that this call was let in with have ended";
+                let error = ApiError::new(Code::Unauthenticated, "RIGHTS_ENDED", message);
+                let head = to_status(error).into_http::<Body>();
+                Poll::Ready(Some(Ok(Frame::trailers(head.headers().clone()))))
+            }
+            _ => Poll::Pending,
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
     }
 }
 
@@ -119,20 +207,21 @@ where
             let caller = match admit(&access, &path, &headers, peer.as_ref()).await {
                 Ok(caller) => caller,
                 Err(error) => {
-                    if methods::of_path(&path).is_some_and(|method| method.changes) {
+                    // Strangers write nothing to the log: they could fill it.
+                    if error.code == Code::PermissionDenied
+                        && methods::of_path(&path).is_some_and(|method| method.changes)
+                    {
                         access.audit.refused(&path, &from, &error);
                     }
                     return Ok(to_status(error).into_http());
                 }
             };
-            let begun = Instant::now();
             request.extensions_mut().insert(caller.clone());
+            let ended = rights_end(access.joined(&caller.identity.subject), caller.identity.expires);
+            let mut noted = Noted { access, caller, from, begun: Instant::now(), outcome: None };
             let response = inner.call(request).await?;
-            if caller.method.changes {
-                let named = caller.named.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                access.audit.called(&caller, &from, &named, outcome(&response), begun.elapsed());
-            }
-            Ok(response)
+            noted.outcome = Some(outcome(&response));
+            Ok(response.map(|inner| Body::new(Bounded { inner, ended: Some(Box::pin(ended)) })))
         })
     }
 }

@@ -50,7 +50,7 @@ const fn admin(path: &'static str) -> Method {
 }
 
 const fn known(path: &'static str) -> Method {
-    Method { path, need: Need::Identity, changes: false, from_within: true }
+    Method { path, need: Need::Identity, changes: false, from_within: false }
 }
 
 const fn open(path: &'static str) -> Method {
@@ -82,8 +82,6 @@ pub const METHODS: &[Method] = &[
     sees("torpor.v1.Sandboxes/ListExposed"),
     does("torpor.v1.Sandboxes/Unexpose"),
     does("torpor.v1.Sandboxes/Forward"),
-    does("torpor.v1.Sandboxes/CreateSshSession"),
-    does("torpor.v1.Sandboxes/RevokeSshSession"),
     does("torpor.v1.Sandboxes/Ssh"),
     sees("torpor.v1.Sandboxes/GetDisk"),
     does("torpor.v1.Sandboxes/GrowDisk"),
@@ -114,7 +112,7 @@ pub const METHODS: &[Method] = &[
     owns("torpor.v1.Workspaces/SetMember"),
     owns("torpor.v1.Workspaces/RemoveMember"),
     sees("torpor.v1.Workspaces/ListMembers"),
-    known("torpor.v1.Access/WhoAmI"),
+    within(known("torpor.v1.Access/WhoAmI")),
     owns("torpor.v1.Access/CreateToken"),
     owns("torpor.v1.Access/ListTokens"),
     owns("torpor.v1.Access/RevokeToken"),

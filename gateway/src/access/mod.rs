@@ -13,13 +13,17 @@ mod oidc;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
+    future::Future,
     sync::{Arc, Mutex, PoisonError, RwLock},
+    time::SystemTime,
 };
+
+use tokio_util::sync::CancellationToken;
 
 use torpor_sandbox::{
     SandboxId, SandboxName,
     id::clip,
-    spec::{DEFAULT_WORKSPACE, qualified},
+    spec::{DEFAULT_WORKSPACE, qualified, unqualified},
 };
 
 pub use audit::Audit;
@@ -33,6 +37,9 @@ use crate::{
     store::{Member, Rights, Role, Scope, Store, StoreError},
 };
 
+/// Callers whose calls can be ended, at most.
+const MOST_LIVE: usize = 100_000;
+
 /// What the gateway knows of everybody's rights.
 pub struct Access {
     store: Arc<Store>,
@@ -41,6 +48,10 @@ pub struct Access {
     admins: BTreeSet<String>,
     oidc: Option<Oidc>,
     audit: Audit,
+    /// Held while the table is changed and read anew.
+    changing: tokio::sync::Mutex<()>,
+    /// Ends the calls of those whose rights have shrunk, by subject.
+    live: Mutex<HashMap<String, CancellationToken>>,
 }
 
 /// How a caller is known.
@@ -98,6 +109,10 @@ pub struct Identity {
     pub by: By,
     /// Its rights.
     pub grant: Grant,
+    /// The workspace that its calls work in when they name none.
+    pub home: Option<String>,
+    /// It is nobody from then on.
+    pub expires: Option<SystemTime>,
 }
 
 /// The caller of one call.
@@ -122,21 +137,72 @@ impl Access {
         oidc: Option<Oidc>,
         audit: Audit,
     ) -> Result<Self, StoreError> {
-        let access = Self { store, members: RwLock::default(), admins, oidc, audit };
+        let access = Self {
+            store,
+            members: RwLock::default(),
+            admins,
+            oidc,
+            audit,
+            changing: tokio::sync::Mutex::default(),
+            live: Mutex::default(),
+        };
         access.reload().await?;
         Ok(access)
     }
 
-    /// Reads the table of members anew, after a change of it.
+    /// Makes a change of rights, and has it in force when this returns, whether or not the caller waits.
     ///
     /// # Errors
-    /// The database's.
-    pub async fn reload(&self) -> Result<(), StoreError> {
+    /// The change's, or the database's.
+    pub async fn change<T: Send + 'static>(
+        self: &Arc<Self>,
+        change: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let access = self.clone();
+        let done = tokio::spawn(async move {
+            let _changing = access.changing.lock().await;
+            let done = change.await?;
+            access.reload().await?;
+            Ok::<T, StoreError>(done)
+        });
+        Ok(done.await.map_err(ApiError::internal)??)
+    }
+
+    /// Ends what a caller has under way, after its rights have shrunk.
+    pub fn end_calls(&self, subject: &str) {
+        let ended = self.live.lock().unwrap_or_else(PoisonError::into_inner).remove(subject);
+        if let Some(ended) = ended {
+            ended.cancel();
+        }
+    }
+
+    /// What ends when the rights of a caller shrink.
+    fn joined(&self, subject: &str) -> CancellationToken {
+        let mut live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
+        if live.len() >= MOST_LIVE && !live.contains_key(subject) {
+            // Nobody else holds those of callers that are not there any more; the others join anew with their next call.
+            live.clear();
+        }
+        live.entry(subject.to_owned()).or_default().clone()
+    }
+
+    /// Reads the table of members anew. Whose role in a workspace shrank loses what it has under way.
+    async fn reload(&self) -> Result<(), StoreError> {
         let mut members: HashMap<String, BTreeMap<String, Role>> = HashMap::new();
         for Member { workspace, subject, role, .. } in self.store.all_members().await? {
             members.entry(subject).or_default().insert(workspace, role);
         }
-        *self.members.write().unwrap_or_else(PoisonError::into_inner) = members;
+        let before = {
+            let mut held = self.members.write().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *held, members.clone())
+        };
+        for (subject, had) in before {
+            let has = members.get(&subject);
+            let shrank = had.iter().any(|(place, role)| has.and_then(|has| has.get(place)) < Some(role));
+            if shrank {
+                self.end_calls(&subject);
+            }
+        }
         Ok(())
     }
 
@@ -209,7 +275,7 @@ impl Caller {
     /// Remembers what the call speaks of, for the audit log.
     pub fn speaks_of(&self, what: &str) {
         let mut named = self.named.lock().unwrap_or_else(PoisonError::into_inner);
-        what.clone_into(&mut named);
+        *named = clip(what);
     }
 
     fn denied(&self, workspace: &str, role: Role, needed: Role) -> ApiError {
@@ -285,13 +351,21 @@ impl Caller {
             if self.is_admin() {
                 return Ok(named.to_owned());
             }
-            let record = self.access.store.get(named).await?;
+            let record = match self.access.store.get(named).await {
+                // Whoever uses the key finds out, a retry of a delete among them.
+                Err(StoreError::NotFound(_)) => return Ok(named.to_owned()),
+                found => found?,
+            };
             return match self.may(&record.spec.workspace) {
                 Some(allowed) => allowed.map(|()| named.to_owned()),
                 None => Err(StoreError::NotFound(clip(named)).into()),
             };
         }
         let (workspace, name) = named.split_once('/').unwrap_or((&self.workspace, named));
+        // What is left is a name, and not another workspace's.
+        if name.contains('/') || name.parse::<SandboxId>().is_ok() {
+            return Err(StoreError::NotFound(clip(named)).into());
+        }
         match self.may(workspace) {
             Some(allowed) => allowed.map(|()| qualified(workspace, name)),
             None => Err(StoreError::NotFound(clip(named)).into()),
@@ -304,7 +378,8 @@ impl Caller {
             return Ok(named.to_owned());
         }
         let record = self.access.store.get(own.as_str()).await?;
-        let is_own = record.name == named || qualified(&record.spec.workspace, named) == record.name;
+        let (workspace, name) = unqualified(&record.name);
+        let is_own = [name, &record.name, &format!("{workspace}/{name}")].contains(&named);
         if is_own { Ok(own.to_string()) } else { Err(self.of_another_sandbox()) }
     }
 }

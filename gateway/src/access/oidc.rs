@@ -1,18 +1,14 @@
 //! Bearer tokens of an OIDC issuer, checked against its keys.
 
 use std::{
-    path::PathBuf,
-    time::{Duration, Instant},
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant, SystemTime},
 };
 
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper_util::{client::legacy::Client, rt::TokioExecutor};
-use jsonwebtoken::{
-    Algorithm, DecodingKey, Validation, decode, decode_header,
-    jwk::{Jwk, JwkSet},
-};
+use jsonwebtoken::{Algorithm, DecodingKey, Validation, decode, decode_header, jwk::Jwk};
 use serde_json::Value;
-use tokio::sync::Mutex;
 
 use crate::config::OidcConfig;
 
@@ -22,6 +18,8 @@ const FRESH: Duration = Duration::from_secs(600);
 const AT_MOST_EVERY: Duration = Duration::from_secs(10);
 /// For the issuer to answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// A time far enough away, seconds since 1970.
+const FAR: f64 = 1e11;
 /// Most bytes of a key set.
 const LARGEST: usize = 1 << 20;
 
@@ -50,23 +48,42 @@ pub enum OidcError {
     },
 }
 
+impl OidcError {
+    /// Whether it is no fault of the token's.
+    pub fn is_ours(&self) -> bool {
+        matches!(self, Self::Keys { .. })
+    }
+}
+
+/// What was read of the issuer's keys.
+#[derive(Default)]
+struct Known {
+    keys: Arc<Vec<Jwk>>,
+    /// When they were read.
+    read: Option<Instant>,
+    /// When they were asked for, whatever came of it.
+    tried: Option<Instant>,
+}
+
 /// A trusted issuer.
 pub struct Oidc {
     config: OidcConfig,
-    keys: Mutex<Option<(JwkSet, Instant)>>,
+    known: Arc<Mutex<Known>>,
+    /// One asks at a time; the others go on with what is known, or wait for the answer when nothing is.
+    asking: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Oidc {
     /// Trusts an issuer; its keys are read when they are needed.
     pub fn new(config: OidcConfig) -> Self {
-        Self { config, keys: Mutex::default() }
+        Self { config, known: Arc::default(), asking: Arc::default() }
     }
 
-    /// The subject that a token speaks for.
+    /// The subject that a token speaks for, and when it expires.
     ///
     /// # Errors
     /// It is expired, for others, from another issuer, badly signed, or the issuer's keys can't be read.
-    pub async fn subject(&self, token: &str) -> Result<String, OidcError> {
+    pub async fn subject(&self, token: &str) -> Result<(String, SystemTime), OidcError> {
         let header = decode_header(token)?;
         // A shared secret is none when the key set is public.
         if matches!(header.alg, Algorithm::HS256 | Algorithm::HS384 | Algorithm::HS512) {
@@ -89,49 +106,76 @@ impl Oidc {
         let subject = claims[claim].as_str().filter(|subject| {
             !subject.is_empty() && subject.len() <= 256 && !subject.contains(char::is_control)
         });
-        subject.map(str::to_owned).ok_or_else(|| OidcError::Claim(claim.to_owned()))
+        let subject = subject.map(str::to_owned).ok_or_else(|| OidcError::Claim(claim.to_owned()))?;
+        let seconds = claims["exp"].as_f64().filter(|at| (0.0..FAR).contains(at));
+        let seconds = seconds.ok_or_else(|| OidcError::Claim("exp".to_owned()))?;
+        Ok((subject, SystemTime::UNIX_EPOCH + Duration::from_secs_f64(seconds)))
+    }
+
+    fn look(&self, id: Option<&str>) -> (Option<Jwk>, bool, bool) {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let keys = &known.keys;
+        let found = match id {
+            Some(id) => keys.iter().find(|key| key.common.key_id.as_deref() == Some(id)),
+            // Without a name there must be no doubt.
+            None => keys.first().filter(|_| keys.len() == 1),
+        };
+        let recent = |at: Option<Instant>, within| at.is_some_and(|at: Instant| at.elapsed() < within);
+        (found.cloned(), recent(known.read, FRESH), recent(known.tried, AT_MOST_EVERY))
     }
 
     async fn key(&self, id: Option<&str>) -> Result<Jwk, OidcError> {
-        let mut keys = self.keys.lock().await;
-        let found = |set: &JwkSet| match id {
-            Some(id) => set.find(id).cloned(),
-            // Without a name there must be no doubt.
-            None => (set.keys.len() == 1).then(|| set.keys[0].clone()),
-        };
-        if let Some((set, read)) = keys.as_ref() {
-            let known = found(set);
-            let age = read.elapsed();
-            if (known.is_some() && age < FRESH) || age < AT_MOST_EVERY {
-                return known.ok_or_else(|| OidcError::Key(id.unwrap_or("(none)").to_owned()));
+        let unknown = || OidcError::Key(id.unwrap_or("(none)").to_owned());
+        match self.look(id) {
+            (Some(key), true, _) => return Ok(key),
+            // Old keys are better than none while the issuer is asked.
+            (Some(key), false, tried) => {
+                if !tried {
+                    tokio::spawn(read(self.config.jwks.clone(), self.known.clone(), self.asking.clone()));
+                }
+                return Ok(key);
             }
+            (None, _, true) => return Err(unknown()),
+            (None, _, false) => {}
         }
-        let set =
-            self.read().await.map_err(|problem| OidcError::Keys { from: self.config.jwks.clone(), problem });
-        let set = match (set, keys.take()) {
-            (Ok(set), _) => set,
-            // The old ones are better than none, for a while.
-            (Err(error), Some((old, _))) => {
-                tracing::warn!(%error, "going on with the keys that were read before");
-                old
-            }
-            (Err(error), None) => return Err(error),
-        };
-        let known = found(&set);
-        *keys = Some((set, Instant::now()));
-        known.ok_or_else(|| OidcError::Key(id.unwrap_or("(none)").to_owned()))
+        read(self.config.jwks.clone(), self.known.clone(), self.asking.clone()).await?;
+        self.look(id).0.ok_or_else(unknown)
     }
+}
 
-    async fn read(&self) -> Result<JwkSet, String> {
-        let bytes = if self.config.jwks.starts_with("https://") {
-            let fetched = tokio::time::timeout(TIMEOUT, fetch(&self.config.jwks)).await;
-            fetched.map_err(|_| format!("no answer within {TIMEOUT:?}"))??
-        } else {
-            let path = PathBuf::from(&self.config.jwks);
-            tokio::fs::read(path).await.map_err(|e| e.to_string())?
-        };
-        serde_json::from_slice(&bytes).map_err(|e| format!("not a JSON Web Key Set: {e}"))
+/// Reads the keys, unless somebody has just done so.
+async fn read(
+    from: String,
+    known: Arc<Mutex<Known>>,
+    asking: Arc<tokio::sync::Mutex<()>>,
+) -> Result<(), OidcError> {
+    let _asking = asking.lock().await;
+    {
+        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.tried.is_some_and(|at| at.elapsed() < AT_MOST_EVERY) {
+            return Ok(());
+        }
+        known.tried = Some(Instant::now());
     }
+    let keys = keys(&from).await.map_err(|problem| OidcError::Keys { from: from.clone(), problem });
+    let keys = keys.inspect_err(|error| tracing::warn!(%error, "the keys that were read before stay"))?;
+    let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+    (known.keys, known.read) = (Arc::new(keys), Some(Instant::now()));
+    Ok(())
+}
+
+async fn keys(from: &str) -> Result<Vec<Jwk>, String> {
+    let bytes = if from.starts_with("https://") {
+        let fetched = tokio::time::timeout(TIMEOUT, fetch(from)).await;
+        fetched.map_err(|_| format!("no answer within {TIMEOUT:?}"))??
+    } else {
+        tokio::fs::read(from).await.map_err(|e| e.to_string())?
+    };
+    let set: Value = serde_json::from_slice(&bytes).map_err(|e| format!("not a JSON Web Key Set: {e}"))?;
+    let keys = set["keys"].as_array().ok_or("not a JSON Web Key Set: it has no keys")?;
+    // Keys for encryption, and of kinds that are not known here, are none of ours.
+    let ours = keys.iter().filter(|key| key["use"].as_str().is_none_or(|purpose| purpose == "sig"));
+    Ok(ours.filter_map(|key| serde_json::from_value(key.clone()).ok()).collect())
 }
 
 async fn fetch(url: &str) -> Result<Vec<u8>, String> {

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     access::{self, Caller, Grant, hash_of, new_secret},
     error::{ApiError, Code},
-    store::{Rights, Role, Token},
+    store::{Rights, Role, StoreError, Token},
 };
 
 /// Longest name of a token, bytes.
@@ -65,7 +65,11 @@ impl AccessApi {
     /// What a token may be made for: never for more than its maker has.
     async fn wanted(&self, caller: &Caller, request: v1::CreateTokenRequest) -> Result<Token, ApiError> {
         let name = name(request.name)?;
-        let expires = expiry(request.lifetime)?;
+        // Never longer than the token that it is made with.
+        let expires = match (expiry(request.lifetime)?, caller.identity().expires) {
+            (Some(asked), Some(own)) => Some(asked.min(own)),
+            (asked, own) => asked.or(own),
+        };
         let role = wanted_role(request.role)?;
         if request.admin && (role.is_some() || !request.workspace.is_empty() || !request.sandbox.is_empty()) {
             return Err(ApiError::invalid("admin", "it is not bound to a role, workspace or sandbox"));
@@ -73,7 +77,7 @@ impl AccessApi {
         if (request.admin || request.all_workspaces) && !caller.is_admin() {
             return admins_only("a token for more than one workspace");
         }
-        let mut workspace = match request.admin || request.all_workspaces {
+        let mut workspace = match request.admin || request.all_workspaces || !request.sandbox.is_empty() {
             true => None,
             false => Some(caller.workspace(&request.workspace)?),
         };
@@ -162,7 +166,17 @@ impl v1::access_server::Access for AccessApi {
         // What is another workspace's isn't there.
         let found = found.filter(|token| caller.is_admin() || token.workspace.as_ref() == Some(&workspace));
         let removed = match found {
-            Some(token) => self.0.store.remove_token(token.id).await.map_err(|e| to_status(e.into()))?,
+            Some(token) => {
+                let (store, access) = (self.0.store.clone(), caller.access().clone());
+                // In a task of its own: what is revoked ends, whether or not the caller waits.
+                let revoked = tokio::spawn(async move {
+                    let removed = store.remove_token(token.id).await?;
+                    removed.iter().for_each(|id| access.end_calls(&format!("token:{id}")));
+                    Ok::<_, StoreError>(!removed.is_empty())
+                });
+                let revoked = revoked.await.map_err(|e| to_status(ApiError::internal(e)))?;
+                revoked.map_err(|e| to_status(e.into()))?
+            }
             None => false,
         };
         if !removed && !request.allow_missing {

@@ -97,6 +97,7 @@ pub fn wish(request: v1::CreateSandboxRequest) -> Result<Wish, ApiError> {
     let resources = spec.resources.unwrap_or_default();
     let text = |s: String| Some(s).filter(|s| !s.is_empty());
     Ok(Wish {
+        trusted: false,
         name: text(request.name),
         workspace: None,
         labels: request.labels.into_iter().collect(),

@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use torpor_proto::{agent::v1 as agent, v1};
-use torpor_sandbox::spec::validate_environment;
+use torpor_sandbox::{spec::validate_environment, words::said};
 
 use super::{Shared, to_status};
 use crate::{
@@ -18,6 +18,14 @@ use crate::{
 
 /// Messages under way in each direction; the rest of the back-pressure is HTTP/2's.
 const BUFFER: usize = 8;
+/// Longest argument or variable, bytes: Linux takes 128 KiB, with the zero byte at its end.
+const LONGEST_ARGUMENT: usize = (128 << 10) - 1;
+/// Most bytes of all arguments: with the environment they fit into what Linux takes.
+const ARGUMENTS: usize = 1 << 20;
+/// Longest path, bytes.
+const LONGEST_PATH: usize = 4095;
+/// Most bytes of input in one message to the agent.
+const PIECE: usize = 1 << 20;
 /// SIGHUP.
 const HANG_UP: i32 = 1;
 /// For a last message to get through.
@@ -100,7 +108,15 @@ async fn pump_input(mut input: impl Inputs, to_agent: mpsc::Sender<agent::ExecIn
     use v1::exec_input::Kind;
     while let Some(Ok(message)) = input.next().await {
         let kind = match message.kind {
-            Some(Kind::Stdin(data)) => agent::exec_input::Kind::Stdin(data),
+            Some(Kind::Stdin(mut data)) => {
+                while data.len() > PIECE {
+                    let piece = agent::exec_input::Kind::Stdin(data.split_to(PIECE));
+                    if to_agent.send(agent::ExecInput { kind: Some(piece) }).await.is_err() {
+                        return;
+                    }
+                }
+                agent::exec_input::Kind::Stdin(data)
+            }
             Some(Kind::StdinClose(_)) => agent::exec_input::Kind::StdinClose(agent::StdinClose {}),
             Some(Kind::Resize(size)) => {
                 agent::exec_input::Kind::Resize(agent::WindowSize { cols: size.cols, rows: size.rows })
@@ -128,8 +144,24 @@ fn convert_start(start: v1::ExecStart) -> Result<agent::ExecStart, ApiError> {
     if start.argv.iter().any(|a| a.contains('\0')) {
         return Err(ApiError::invalid("argv", "an argument holds a NUL byte"));
     }
+    if start.argv.iter().any(|argument| argument.len() > LONGEST_ARGUMENT) {
+        return Err(ApiError::invalid("argv", format!("an argument has more than {LONGEST_ARGUMENT} bytes")));
+    }
+    if start.argv.iter().map(|argument| argument.len() + 1).sum::<usize>() > ARGUMENTS {
+        return Err(ApiError::invalid("argv", format!("more than {ARGUMENTS} bytes; send them as input")));
+    }
+    if start.workdir.len() > LONGEST_PATH || start.workdir.contains('\0') {
+        return Err(ApiError::invalid(
+            "workdir",
+            format!("it has a NUL byte or more than {LONGEST_PATH} bytes"),
+        ));
+    }
     let environment: std::collections::BTreeMap<_, _> = start.environment.into_iter().collect();
     validate_environment("environment", &environment)?;
+    if let Some((name, _)) = environment.iter().find(|(k, v)| k.len() + v.len() + 1 > LONGEST_ARGUMENT) {
+        let problem = format!("variable '{}' has more than {LONGEST_ARGUMENT} bytes", said(name));
+        return Err(ApiError::invalid("environment", problem));
+    }
     super::convert::given(start.timeout, "timeout")?;
     Ok(agent::ExecStart {
         argv: start.argv,
@@ -201,4 +233,28 @@ pub fn agent_failed(record: &Record, status: &Status) -> Status {
             .about(record)
             .with("next", format!("torpor get {}", record.name)),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_that_linux_would_not_take_are_refused_by_their_field() {
+        let refused = |start: v1::ExecStart| convert_start(start).unwrap_err().metadata["field"].clone();
+        let argv = |words: &[&str]| v1::ExecStart {
+            argv: words.iter().map(|word| (*word).to_owned()).collect(),
+            ..v1::ExecStart::default()
+        };
+        let long = "x".repeat(LONGEST_ARGUMENT);
+        assert!(convert_start(argv(&["echo", &long])).is_ok());
+        for bad in [vec![], vec![""], vec!["a\0"], vec!["echo", &format!("{long}x")], vec![long.as_str(); 9]]
+        {
+            assert_eq!(refused(argv(&bad)), "argv", "{} words", bad.len());
+        }
+        let workdir = v1::ExecStart { workdir: "/x".repeat(3000), ..argv(&["id"]) };
+        assert_eq!(refused(workdir), "workdir");
+        let environment = v1::ExecStart { environment: [("A".to_owned(), long)].into(), ..argv(&["id"]) };
+        assert_eq!(refused(environment), "environment");
+    }
 }

@@ -401,7 +401,10 @@ fn token_of(name: &[u8]) -> String {
 }
 
 fn name_of(token: &str) -> Option<Vec<u8>> {
-    if !token.bytes().all(|byte| byte.is_ascii_hexdigit()) || token.len() % 2 != 0 || token.len() > 512 {
+    if !token.bytes().all(|byte| byte.is_ascii_hexdigit())
+        || !token.len().is_multiple_of(2)
+        || token.len() > 512
+    {
         return None;
     }
     (0..token.len()).step_by(2).map(|at| u8::from_str_radix(&token[at..at + 2], 16).ok()).collect()

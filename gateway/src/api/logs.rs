@@ -140,11 +140,15 @@ async fn main_output(
         if *news.borrow() == Live::Unheard {
             let _ = tokio::time::timeout(HEARD_WITHIN, news.changed()).await;
         }
-        while let Ok(Ok(())) = tokio::time::timeout(UNDER_WAY, news.changed()).await {
-            if *news.borrow() == Live::Ended {
-                break;
+        // Not for ever: some never pause.
+        let quiet = async {
+            while let Ok(Ok(())) = tokio::time::timeout(UNDER_WAY, news.changed()).await {
+                if *news.borrow() == Live::Ended {
+                    break;
+                }
             }
-        }
+        };
+        let _ = tokio::time::timeout(HEARD_WITHIN, quiet).await;
     }
     let mut at = Position::default();
     let Some(mut pieces) = read(&log, &mut at).await else { return };

@@ -22,8 +22,8 @@ mod workspaces;
 
 use std::sync::Arc;
 
-pub use files::FilesApi;
 pub use access::AccessApi;
+pub use files::FilesApi;
 pub use gateway::GatewayApi;
 pub use images::ImagesApi;
 pub use openshell::{OpenShellApi, refused};

@@ -53,6 +53,24 @@ pub async fn set_egress(
     Ok(set.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?.record)
 }
 
+/// Where somebody may have the gateway's host listen: administrators anywhere, others on loopback, on ports that any
+/// user of the host could take.
+///
+/// # Errors
+/// `PERMISSION_DENIED`.
+pub fn may_listen(caller: &Caller, host: Option<&str>) -> Result<(), ApiError> {
+    let Some(host) = host.filter(|host| !host.is_empty() && !caller.is_admin()) else { return Ok(()) };
+    // What is no address is refused by whoever reads it.
+    let Ok(address) = host.parse::<std::net::SocketAddr>() else { return Ok(()) };
+    if address.ip().is_loopback() && (address.port() == 0 || address.port() >= 1024) {
+        return Ok(());
+    }
+    let message = format!(
+        "{address}: only loopback addresses and ports from 1024 on are for others than administrators"
+    );
+    Err(ApiError::new(crate::error::Code::PermissionDenied, "PERMISSION_DENIED", message))
+}
+
 async fn named(caller: &Caller, sandbox: &str) -> Result<String, Status> {
     match sandbox {
         "" => Err(to_status(ApiError::invalid("sandbox", "a name or id is needed"))),
@@ -66,6 +84,7 @@ pub async fn expose(
     request: v1::ExposeRequest,
 ) -> Result<v1::ExposedPort, Status> {
     let key = named(caller, &request.sandbox).await?;
+    may_listen(caller, Some(&request.host)).map_err(to_status)?;
     // In a task of its own: row and socket belong together.
     let service = service.clone();
     let exposed = tokio::spawn(async move {

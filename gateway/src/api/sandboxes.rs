@@ -95,6 +95,10 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         let named = wish.name.take().unwrap_or_default();
         let (workspace, name) = named.split_once('/').unwrap_or(("", &named));
         wish.workspace = Some(caller.workspace(workspace).map_err(to_status)?);
+        wish.trusted = caller.is_admin();
+        for port in &wish.expose {
+            network::may_listen(&caller, port.host.as_deref()).map_err(to_status)?;
+        }
         wish.name = Some(name.to_owned()).filter(|name| !name.is_empty());
         // In a task of its own: a caller that goes away must not let go of the image before the record is written.
         let service = self.0.clone();
@@ -286,7 +290,9 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
     type SshStream = Events<v1::ForwardOutput>;
 
     async fn ssh(&self, request: Request<Streaming<v1::SshInput>>) -> Reply<Self::SshStream> {
-        ssh::connect(self.0.clone(), &access::caller(&request)?, request.into_inner()).await.map(Response::new)
+        ssh::connect(self.0.clone(), &access::caller(&request)?, request.into_inner())
+            .await
+            .map(Response::new)
     }
 
     async fn get_disk(&self, request: Request<v1::GetDiskRequest>) -> Reply<v1::DiskReport> {

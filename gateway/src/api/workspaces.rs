@@ -43,11 +43,11 @@ pub fn wanted_role(role: i32) -> Result<Option<Role>, ApiError> {
 }
 
 fn subject(text: String) -> Result<String, ApiError> {
-    let kinds = ["uid:", "cert:", "oidc:", "token:"];
+    // Tokens have rights of their own.
+    let kinds = ["uid:", "cert:", "oidc:"];
     let known = kinds.iter().any(|kind| text.starts_with(kind) && text.len() > kind.len());
     if !known || text.len() > LONGEST_SUBJECT || text.contains(char::is_control) {
-        let problem =
-            "a subject is uid:NUMBER, cert:NAME, oidc:SUBJECT or token:NAME; `torpor whoami` shows one's own";
+        let problem = "a subject is uid:NUMBER, cert:NAME or oidc:SUBJECT; `torpor whoami` shows one's own";
         return Err(ApiError::invalid("subject", problem));
     }
     Ok(text)
@@ -74,12 +74,7 @@ pub fn member(member: Member) -> v1::Member {
     }
 }
 
-impl WorkspacesApi {
-    /// Writes a change of the members, and has it in force when this returns.
-    async fn members_changed(&self, caller: &Caller) -> Result<(), Status> {
-        caller.access().reload().await.map_err(|e| to_status(e.into()))
-    }
-}
+impl WorkspacesApi {}
 
 #[tonic::async_trait]
 impl v1::workspaces_server::Workspaces for WorkspacesApi {
@@ -91,9 +86,16 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
         let labels = request.labels.into_iter().collect();
         validate_labels(&labels).map_err(|e| to_status(e.into()))?;
         let owner = token(request.owner).map(subject).transpose().map_err(to_status)?;
-        let made = self.0.store.create_workspace(name, labels, owner, token(request.request_id)).await;
-        let made = made.map_err(|e| to_status(e.into()))?;
-        self.members_changed(&caller).await?;
+        let again = token(request.request_id);
+        if again.as_ref().is_some_and(|id| id.len() > LONGEST_SUBJECT) {
+            return Err(to_status(ApiError::invalid(
+                "request_id",
+                format!("at most {LONGEST_SUBJECT} bytes"),
+            )));
+        }
+        let store = self.0.store.clone();
+        let change = async move { store.create_workspace(name, labels, owner, again).await };
+        let made = caller.access().change(change).await.map_err(to_status)?;
         Ok(Response::new(shown(&caller, made)))
     }
 
@@ -133,12 +135,15 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
             let message = "the default workspace can't be deleted: it is where calls work that name none";
             return Err(to_status(ApiError::new(Code::FailedPrecondition, "DEFAULT_WORKSPACE", message)));
         }
-        let removed = match self.0.store.delete_workspace(request.name).await {
-            Ok(()) => true,
-            Err(StoreError::NoWorkspace(_)) if request.allow_missing => false,
-            Err(error) => return Err(to_status(error.into())),
+        let store = self.0.store.clone();
+        let change = async move {
+            match store.delete_workspace(request.name).await {
+                Ok(()) => Ok(true),
+                Err(StoreError::NoWorkspace(_)) if request.allow_missing => Ok(false),
+                Err(error) => Err(error),
+            }
         };
-        self.members_changed(&caller).await?;
+        let removed = caller.access().change(change).await.map_err(to_status)?;
         Ok(Response::new(v1::DeleteWorkspaceResponse { removed }))
     }
 
@@ -149,9 +154,9 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
         let wanted = wanted_role(request.role).map_err(to_status)?;
         let wanted = wanted.ok_or_else(|| to_status(ApiError::invalid("role", "viewer, editor or owner")))?;
         let subject = subject(request.subject).map_err(to_status)?;
-        let set = self.0.store.set_member(workspace, subject, wanted).await;
-        let set = set.map_err(|e| to_status(e.into()))?;
-        self.members_changed(&caller).await?;
+        let store = self.0.store.clone();
+        let change = async move { store.set_member(workspace, subject, wanted).await };
+        let set = caller.access().change(change).await.map_err(to_status)?;
         Ok(Response::new(member(set)))
     }
 
@@ -162,14 +167,14 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
         let workspace = caller.workspace(&request.workspace).map_err(to_status)?;
-        let removed = self.0.store.remove_member(workspace.clone(), request.subject.clone()).await;
-        let removed = removed.map_err(|e| to_status(e.into()))?;
+        let (store, named, subject) = (self.0.store.clone(), workspace.clone(), request.subject.clone());
+        let change = async move { store.remove_member(named, subject).await };
+        let removed = caller.access().change(change).await.map_err(to_status)?;
         if !removed && !request.allow_missing {
             let message =
                 format!("'{}' is no member of workspace '{workspace}'", request.subject.escape_debug());
             return Err(to_status(ApiError::new(Code::NotFound, "MEMBER_NOT_FOUND", message)));
         }
-        self.members_changed(&caller).await?;
         Ok(Response::new(v1::RemoveMemberResponse { removed }))
     }
 

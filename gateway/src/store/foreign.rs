@@ -252,16 +252,18 @@ impl Foreign<'_> {
         if count >= MOST_OBJECTS {
             return Err(StoreError::TooMany { what: kind.as_str(), most: MOST_OBJECTS });
         }
-        self.0.prepare_cached("INSERT INTO foreign_objects VALUES (?1, ?2, ?3, ?4, ?5, 1, ?6, ?7, ?8)")?.execute((
-            object_id(kind),
-            kind.as_str(),
-            &new.workspace,
-            new.sandbox.as_ref().map(SandboxId::as_str),
-            &new.name,
-            labels_text(&new.name, &new.labels)?,
-            &new.body,
-            now(),
-        ))?;
+        self.0
+            .prepare_cached("INSERT INTO foreign_objects VALUES (?1, ?2, ?3, ?4, ?5, 1, ?6, ?7, ?8)")?
+            .execute((
+                object_id(kind),
+                kind.as_str(),
+                &new.workspace,
+                new.sandbox.as_ref().map(SandboxId::as_str),
+                &new.name,
+                labels_text(&new.name, &new.labels)?,
+                &new.body,
+                now(),
+            ))?;
         self.get(kind, &new.workspace, new.sandbox.as_ref(), &new.name)
     }
 
@@ -274,7 +276,12 @@ impl Foreign<'_> {
         object.version += 1;
         self.0
             .prepare_cached("UPDATE foreign_objects SET version = ?2, labels = ?3, body = ?4 WHERE id = ?1")?
-            .execute((&object.id, object.version, labels_text(&object.name, &object.labels)?, &object.body))?;
+            .execute((
+                &object.id,
+                object.version,
+                labels_text(&object.name, &object.labels)?,
+                &object.body,
+            ))?;
         Ok(object)
     }
 

@@ -15,8 +15,8 @@ mod sandboxes;
 mod schema;
 mod spec;
 mod templates;
-mod update;
 mod tokens;
+mod update;
 mod watch;
 mod workspaces;
 
@@ -46,8 +46,8 @@ pub use leases::PoolLimits;
 pub use lock::StateLock;
 pub use requests::RequestKey;
 pub use sandboxes::{Applied, NewSandbox, Page, Scope, Selector, Transition, page_token};
-pub use tokens::{Rights, Token};
 pub use templates::{Template, TemplateKey, template_token};
+pub use tokens::{Rights, Token};
 pub use watch::{Change, Cursor, Missed, Since, Wanted};
 pub use workspaces::{Member, Role, Workspace};
 

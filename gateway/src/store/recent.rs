@@ -65,6 +65,7 @@ mod tests {
             name: "a".to_owned(),
             version: number,
             labels: std::collections::BTreeMap::new(),
+            annotations: std::collections::BTreeMap::new(),
             spec: super::super::sandboxes::empty_spec(),
             state: State::new(),
             created: std::time::SystemTime::UNIX_EPOCH,

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use rusqlite::{Connection, OptionalExtension as _, Row};
+use rusqlite::{Connection, Row};
 use torpor_sandbox::{
     Event, Phase, SandboxId, SandboxSpec, State,
     id::clip,

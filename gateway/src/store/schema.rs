@@ -152,6 +152,9 @@ CREATE TABLE tokens (
     created_ms  INTEGER NOT NULL,
     expires_ms  INTEGER
 ) STRICT;
+CREATE INDEX tokens_workspace ON tokens (workspace);
+CREATE INDEX tokens_sandbox ON tokens (sandbox_id);
+CREATE INDEX tokens_created_by ON tokens (created_by);
 ",
     r"
 -- What clients of openshell.v1 want kept and nothing here understands. A service belongs to a sandbox, a provider to none.

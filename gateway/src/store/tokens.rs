@@ -6,8 +6,10 @@ use rusqlite::Row;
 
 use super::{Role, Store, StoreError, from_millis, millis, now, workspaces};
 
+/// Tokens of one workspace, and those of none.
+const MOST_TOKENS: u64 = 1000;
 /// Tokens of one gateway.
-const MOST_TOKENS: u64 = 100_000;
+const MOST_IN_ALL: u64 = 10_000;
 
 /// A token, without its secret.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +70,12 @@ fn token(row: &Row<'_>) -> rusqlite::Result<Token> {
         id: row.get(0)?,
         name: row.get(1)?,
         hash: row.get(2)?,
-        role: Rights::parse(&role).unwrap_or(Rights::Role(Role::Viewer)),
+        // Of a later version: nothing is given that isn't understood.
+        role: Rights::parse(&role).ok_or(rusqlite::Error::InvalidColumnType(
+            3,
+            "role".to_owned(),
+            rusqlite::types::Type::Text,
+        ))?,
         workspace: row.get(4)?,
         sandbox: row.get(5)?,
         created_by: row.get(6)?,
@@ -86,9 +93,13 @@ impl Store {
         self.write_if_possible(move |conn, _| {
             // What has expired is of no use to anybody.
             conn.prepare_cached("DELETE FROM tokens WHERE expires_ms < ?1")?.execute([now()])?;
-            let count: u64 = conn.query_row("SELECT count(*) FROM tokens", [], |row| row.get(0))?;
-            if count >= MOST_TOKENS {
-                return Err(StoreError::TooMany { what: "tokens", most: MOST_TOKENS });
+            let sql = "SELECT count(*), count(*) FILTER (WHERE workspace IS ?1) FROM tokens";
+            let (all, here): (u64, u64) = conn
+                .prepare_cached(sql)?
+                .query_row([&token.workspace], |row| Ok((row.get(0)?, row.get(1)?)))?;
+            if here >= MOST_TOKENS || all >= MOST_IN_ALL {
+                let most = if here >= MOST_TOKENS { MOST_TOKENS } else { MOST_IN_ALL };
+                return Err(StoreError::TooMany { what: "tokens", most });
             }
             if let Some(workspace) = &token.workspace {
                 workspaces::expect(conn, workspace)?;
@@ -144,13 +155,19 @@ impl Store {
         .await
     }
 
-    /// Removes a token; whether it was there.
+    /// Removes a token with those that were made with it; the ids of all that were removed.
     ///
     /// # Errors
     /// The database's.
-    pub async fn remove_token(&self, id: String) -> Result<bool, StoreError> {
+    pub async fn remove_token(&self, id: String) -> Result<Vec<String>, StoreError> {
         self.write_if_possible(move |conn, _| {
-            Ok(conn.prepare_cached("DELETE FROM tokens WHERE id = ?1")?.execute([id])? > 0)
+            let sql = "WITH RECURSIVE doomed (id) AS (
+                           SELECT id FROM tokens WHERE id = ?1
+                           UNION SELECT tokens.id FROM tokens JOIN doomed ON tokens.created_by = 'token:' || doomed.id
+                       )
+                       DELETE FROM tokens WHERE id IN (SELECT id FROM doomed) RETURNING id";
+            let mut statement = conn.prepare_cached(sql)?;
+            Ok(statement.query_map([id], |row| row.get(0))?.collect::<Result<_, _>>()?)
         })
         .await
     }

@@ -131,6 +131,17 @@ fn insert(conn: &Connection, name: &str, labels: &BTreeMap<String, String>) -> R
     Ok(())
 }
 
+/// Tokens of a workspace live no longer than their maker may make them; those made with them neither.
+fn forget_tokens(conn: &Connection, workspace: &str, subject: &str) -> Result<(), StoreError> {
+    let sql = "WITH RECURSIVE doomed (id) AS (
+                   SELECT id FROM tokens WHERE workspace = ?1 AND created_by = ?2
+                   UNION SELECT tokens.id FROM tokens JOIN doomed ON tokens.created_by = 'token:' || doomed.id
+               )
+               DELETE FROM tokens WHERE id IN (SELECT id FROM doomed)";
+    conn.prepare_cached(sql)?.execute((workspace, subject))?;
+    Ok(())
+}
+
 fn member(row: &Row<'_>) -> rusqlite::Result<Member> {
     let role: String = row.get(2)?;
     Ok(Member {
@@ -209,12 +220,16 @@ impl Store {
         selector: Selector,
     ) -> Result<Page<Workspace>, StoreError> {
         // The first one has the number 0, and a token names the last one shown.
-        let from = token.as_deref().map(parse_token).transpose()?.map_or(0, |after| after + 1);
+        let after = token
+            .as_deref()
+            .map(parse_token)
+            .transpose()?
+            .map_or(-1, |after| i64::try_from(after).unwrap_or(i64::MAX));
         self.read(move |conn| {
-            let sql = format!("SELECT {COLUMNS} FROM workspaces WHERE seq >= ?1 ORDER BY seq");
+            let sql = format!("SELECT {COLUMNS} FROM workspaces WHERE seq > ?1 ORDER BY seq");
             let mut statement = conn.prepare_cached(&sql)?;
             let mut rows: Vec<Workspace> = Vec::new();
-            for row in statement.query_map([from], raw)? {
+            for row in statement.query_map([after], raw)? {
                 let found = workspace(row?)?;
                 if selector.reaches(&found.name) && selector.matches(&found.labels) {
                     if rows.len() == size {
@@ -270,6 +285,9 @@ impl Store {
                  ON CONFLICT (workspace, subject) DO UPDATE SET role = ?3",
             )?
             .execute((&workspace, &subject, role.as_str(), now()))?;
+            if role < Role::Owner {
+                forget_tokens(conn, &workspace, &subject)?;
+            }
             let sql = "SELECT workspace, subject, role, created_ms FROM members
                        WHERE workspace = ?1 AND subject = ?2";
             Ok(conn.prepare_cached(sql)?.query_row((&workspace, &subject), member)?)
@@ -285,7 +303,9 @@ impl Store {
         self.write_if_possible(move |conn, _| {
             expect(conn, &workspace)?;
             let sql = "DELETE FROM members WHERE workspace = ?1 AND subject = ?2";
-            Ok(conn.prepare_cached(sql)?.execute((&workspace, &subject))? > 0)
+            let removed = conn.prepare_cached(sql)?.execute((&workspace, &subject))? > 0;
+            forget_tokens(conn, &workspace, &subject)?;
+            Ok(removed)
         })
         .await
     }

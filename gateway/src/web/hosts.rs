@@ -12,7 +12,7 @@ use hyper_util::rt::TokioIo;
 use tokio::{io::DuplexStream, sync::Semaphore};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::body::Body;
-use torpor_sandbox::spec::{DEFAULT_WORKSPACE, qualified};
+use torpor_sandbox::spec::{DEFAULT_WORKSPACE, qualified, unqualified};
 
 use crate::{
     access::Peer,
@@ -49,6 +49,9 @@ const FORWARDED: [HeaderName; 4] = [
     HeaderName::from_static("x-forwarded-proto"),
 ];
 
+/// What secrets of tokens begin with.
+const OUR_TOKEN: &[u8] = b"tpr_";
+
 /// Who leads host names to sandboxes.
 pub struct Hosts {
     service: Weak<Service>,
@@ -73,13 +76,14 @@ impl Wanted {
         (!rest.is_empty() && !rest.contains('.')).then(|| Self { port, rest: rest.to_owned() })
     }
 
-    /// The sandboxes that may be meant, most likely first: a name may hold two dashes itself.
+    /// The sandboxes that may be meant, most likely first: a name may hold two dashes itself. What may be another
+    /// workspace's comes first: nobody takes over its host names by a name with two dashes.
     fn names(&self) -> impl Iterator<Item = String> {
         let in_default = qualified(DEFAULT_WORKSPACE, &self.rest);
         let in_other =
             self.rest.rsplit_once("--").filter(|(name, workspace)| !name.is_empty() && !workspace.is_empty());
         let in_other = in_other.map(|(name, workspace)| qualified(workspace, name));
-        [Some(in_default), in_other].into_iter().flatten()
+        [in_other, Some(in_default)].into_iter().flatten()
     }
 }
 
@@ -163,12 +167,20 @@ async fn find(service: &Arc<Service>, wanted: &Wanted) -> Result<Exposed, ApiErr
     for name in wanted.names() {
         let id = match service.store.get(&name).await {
             Ok(record) => record.id,
-            Err(StoreError::NotFound(_)) => continue,
+            Err(StoreError::NotFound(_)) => {
+                // A workspace's host names are its own, also those that lead nowhere at present.
+                let (workspace, _) = unqualified(&name);
+                if workspace != DEFAULT_WORKSPACE && service.store.workspace(workspace).await.is_ok() {
+                    break;
+                }
+                continue;
+            }
             Err(error) => return Err(error.into()),
         };
         if let Some(row) = service.store.exposed_port(&id, wanted.port).await? {
             return Ok(row);
         }
+        break;
     }
     let message = format!("no sandbox with an exposed port {} has this host name", wanted.port);
     Err(ApiError::new(Code::NotFound, "PORT_NOT_EXPOSED", message))
@@ -251,12 +263,19 @@ fn rewritten(mut request: Request<Body>, upgrade: Option<&HeaderValue>) -> Reque
     *request.version_mut() = Version::HTTP_11;
     request.extensions_mut().clear();
     let headers = request.headers_mut();
+    let host = headers.get(header::HOST).cloned();
     strip(headers);
+    // A token of the gateway's is none of the sandbox's business.
+    let ours = |value: &HeaderValue| value.as_bytes().windows(OUR_TOKEN.len()).any(|part| part == OUR_TOKEN);
+    if headers.get_all(header::AUTHORIZATION).iter().any(ours) {
+        headers.remove(header::AUTHORIZATION);
+    }
     for name in &FORWARDED {
         headers.remove(name);
     }
-    if let Some(authority) = authority {
-        headers.insert(header::HOST, authority);
+    // One, whatever else the client has sent.
+    if let Some(host) = authority.or(host) {
+        headers.insert(header::HOST, host);
     }
     // HTTP/2 may cut cookies in pieces (RFC 9113, 8.2.3).
     let cookies: Vec<&[u8]> = headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect();
@@ -314,7 +333,7 @@ mod tests {
     #[test]
     fn a_host_name_holds_port_name_and_workspace() {
         assert_eq!(wanted("8080--web.apps.example.com"), Some((8080, vec!["web".into()])));
-        let both = vec!["a--b".to_owned(), "b/a".to_owned()];
+        let both = vec!["b/a".to_owned(), "a--b".to_owned()];
         assert_eq!(wanted("80--A--B.Apps.Example.com.:8443"), Some((80, both)));
     }
 

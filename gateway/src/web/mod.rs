@@ -6,11 +6,16 @@ use std::{convert::Infallible, sync::Arc};
 
 use http::{Request, Response};
 use tonic::body::Body;
-use torpor_rest::{Options, Rest, RestError};
+use torpor_rest::{Admit, Options, Rest, RestError};
 use tower::{Layer as _, ServiceExt as _, util::BoxCloneSyncService};
 
 use self::hosts::Hosts;
-use crate::{config::HttpConfig, service::Service};
+use crate::{
+    access::{Access, Peer},
+    api::to_status,
+    config::HttpConfig,
+    service::Service,
+};
 
 /// The package with REST.
 const PACKAGE: &str = "torpor.v1";
@@ -22,7 +27,12 @@ pub type Front = BoxCloneSyncService<Request<Body>, Response<Body>, Infallible>;
 ///
 /// # Errors
 /// An API whose descriptors don't fit together.
-pub fn front<S>(grpc: S, service: &Arc<Service>, config: &HttpConfig) -> Result<Front, RestError>
+pub fn front<S>(
+    grpc: S,
+    access: Arc<Access>,
+    service: &Arc<Service>,
+    config: &HttpConfig,
+) -> Result<Front, RestError>
 where
     S: tower::Service<Request<Body>, Response = Response<Body>, Error = Infallible>
         + Clone
@@ -37,7 +47,14 @@ where
         version: env!("CARGO_PKG_VERSION").to_owned(),
         origins: config.origins.clone(),
     };
-    let api = Rest::new(torpor_proto::DESCRIPTORS, options)?.layer().layer(grpc);
+    let admit: Admit = Arc::new(move |path, headers, extensions| {
+        let access = access.clone();
+        Box::pin(async move {
+            let peer = extensions.get::<Peer>().cloned();
+            access.admits(&path, &headers, peer.as_ref()).await.map_err(to_status)
+        })
+    });
+    let api = Rest::guarded(torpor_proto::DESCRIPTORS, options, Some(admit))?.layer().layer(grpc);
     if config.expose_domain.is_empty() {
         return Ok(BoxCloneSyncService::new(api));
     }

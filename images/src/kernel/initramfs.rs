@@ -4,14 +4,14 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::Kernel;
 use super::cpio::Cpio;
+use super::{Kernel, when};
 use crate::Error;
 use crate::error::At;
 use crate::fsutil::{sha256, sorted_entries};
 
 /// Counted up when the same inputs make another archive.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 const PREFIX: &str = "initramfs-";
 const SUFFIX: &str = ".cpio";
 /// An initramfs that no start asked for in this time belongs to an agent that is gone.
@@ -57,15 +57,17 @@ pub(crate) fn build(kernel: &Kernel, agent: &[u8]) -> Result<Vec<u8>, Error> {
     cpio.character_device("dev/console", 0o600, (5, 1));
     cpio.character_device("dev/null", 0o666, (1, 3));
     cpio.file("init", 0o755, agent);
-    let mut list = String::new();
+    let mut modules = Vec::new();
     if let Some(dir) = &kernel.modules {
         for (name, path) in module_files(dir)? {
-            cpio.file(&format!("modules/{name}"), 0o644, &fs::read(&path).at("read", &path)?);
-            list += &name;
-            list.push('\n');
+            let bytes = fs::read(&path).at("read", &path)?;
+            modules.push((name, bytes));
         }
     }
-    cpio.file("modules/list", 0o644, list.as_bytes());
+    for (name, bytes) in &modules {
+        cpio.file(&format!("modules/{name}"), 0o644, bytes);
+    }
+    cpio.file("modules/list", 0o644, when::list(&modules)?.as_bytes());
     Ok(cpio.finish())
 }
 

@@ -5,24 +5,30 @@
 //!                                /modules/NN-name.ko       in load order, not compressed
 //!                                /kernel.json              digest, release
 //!                                /initramfs-<hash>.cpio    for one agent
+//!                                /vmlinux-1                what is inside a bzImage; empty: it can't be unpacked
 //!                /default.json                             which one ensure_default() found
 //! ```
 
 mod cpio;
 mod image;
 mod initramfs;
+mod lz4;
 mod modules;
 mod package;
+mod unpack;
+mod when;
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::At;
 use crate::fsutil::{
-    make_dir, read_json, rename_synced, sha256, sha256_file, sorted_entries, sync_dir, to_json, write_synced,
+    FileStamp, make_dir, read_json, rename_synced, sha256, sha256_file, sorted_entries, sync_dir, to_json,
+    write_synced,
 };
 use crate::name::is_hex;
 use crate::staging::{self, Staging};
@@ -61,6 +67,8 @@ struct Default {
 #[derive(Debug, Clone)]
 pub struct Kernels {
     dir: PathBuf,
+    /// The agent that was asked for last, and its digest: to hash it takes longer than to start a VM.
+    agent: Arc<Mutex<Option<(FileStamp, String)>>>,
 }
 
 impl Kernels {
@@ -73,7 +81,7 @@ impl Kernels {
         make_dir(&dir)?;
         let dir = dir.canonicalize().at("find", &dir)?;
         staging::sweep(&dir)?;
-        Ok(Self { dir })
+        Ok(Self { dir, agent: Arc::default() })
     }
 
     /// The default kernel: Debian's cloud kernel. It is fetched from the host's package sources the first time and
@@ -138,15 +146,25 @@ impl Kernels {
     /// The initramfs for this kernel with `agent` as its first program, made if it isn't there yet.
     ///
     /// It holds `/init` (the agent), `/modules/NN-name.ko` and `/modules/list` (their file names in load order, one a
-    /// line), `/dev/console`, `/dev/null` and the empty directories `/proc`, `/sys`, `/newroot` and `/run`.
+    /// line, each with the reasons to load it), `/dev/console`, `/dev/null` and the empty directories `/proc`, `/sys`, `/newroot` and `/run`.
     ///
     /// # Errors
     /// [`Error::BadAgent`] when the agent isn't a static program, [`Error::Io`].
     pub fn initramfs(&self, kernel: &Kernel, agent: &Path) -> Result<PathBuf, Error> {
+        let dir = kernel.vmlinuz.parent().unwrap_or(&self.dir);
+        // Before the file is read: what changes in between shows in the next stamp.
+        let stamp = FileStamp::of(agent).at("look at", agent)?;
+        if let Some(digest) = self.agent_digest(&stamp) {
+            let target = dir.join(initramfs::file_name(&kernel.digest, &digest));
+            if initramfs::touch(&target) {
+                return Ok(target);
+            }
+        }
         let bytes = fs::read(agent).at("read", agent)?;
         initramfs::check_agent(agent, &bytes)?;
-        let dir = kernel.vmlinuz.parent().unwrap_or(&self.dir);
-        let name = initramfs::file_name(&kernel.digest, &sha256(&bytes));
+        let digest = sha256(&bytes);
+        let name = initramfs::file_name(&kernel.digest, &digest);
+        *self.agent.lock().unwrap_or_else(PoisonError::into_inner) = Some((stamp, digest));
         let target = dir.join(&name);
         if initramfs::touch(&target) {
             return Ok(target);
@@ -158,6 +176,29 @@ impl Kernels {
         rename_synced(&file, &target)?;
         initramfs::forget_old(dir, &name);
         Ok(target)
+    }
+
+    fn agent_digest(&self, stamp: &FileStamp) -> Option<String> {
+        let known = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+        known.as_ref().filter(|(of, _)| of == stamp).map(|(_, digest)| digest.clone())
+    }
+
+    /// The kernel as an ELF file with its relocations behind it, for a machine that loads it unpacked: made the first time,
+    /// and then kept. None when the boot image is no bzImage or is packed in a way that this host can't unpack.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn unpacked(&self, kernel: &Kernel) -> Result<Option<PathBuf>, Error> {
+        let target = kernel.vmlinuz.parent().unwrap_or(&self.dir).join(unpack::FILE);
+        if !target.exists() {
+            let staging = Staging::new(&self.dir)?;
+            let file = staging.join(unpack::FILE);
+            // An empty file: it was tried.
+            write_synced(&file, &unpack::vmlinux(&kernel.vmlinuz, &staging).unwrap_or_default())?;
+            rename_synced(&file, &target)?;
+        }
+        let bytes = target.metadata().at("look at", &target)?.len();
+        Ok((bytes > 0).then_some(target))
     }
 
     /// Copies a boot image and the needed ones of its modules to where they stay.

@@ -100,7 +100,7 @@ fn index(dir: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<(), Error>
 }
 
 /// `drivers/virtio-rng.ko.xz` is the module `virtio_rng`; so is `07-virtio_rng.ko`, which is how we keep it.
-fn module_name(path: &Path) -> Option<String> {
+pub(crate) fn module_name(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_str()?;
     let stem = [".ko", ".ko.xz", ".ko.zst", ".ko.gz"].iter().find_map(|end| name.strip_suffix(end))?;
     let numbered = stem.split_once('-').filter(|(number, _)| number.bytes().all(|b| b.is_ascii_digit()));
@@ -123,7 +123,7 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
 }
 
 /// The names after `depends=` in the section `.modinfo`, with underscores.
-fn depends(path: &Path, elf: &[u8]) -> Result<Vec<String>, Error> {
+pub(crate) fn depends(path: &Path, elf: &[u8]) -> Result<Vec<String>, Error> {
     let bad = |why| Error::BadModule { path: path.to_owned(), why };
     let info = section(elf, b".modinfo")
         .ok_or_else(|| bad("it is not a 64-bit ELF file with module information"))?;
@@ -131,6 +131,14 @@ fn depends(path: &Path, elf: &[u8]) -> Result<Vec<String>, Error> {
     let value = value.ok_or_else(|| bad("its module information names no dependencies"))?;
     let text = std::str::from_utf8(value).map_err(|_| bad("its dependencies are no text"))?;
     Ok(text.split(',').filter(|name| !name.is_empty()).map(|name| name.replace('-', "_")).collect())
+}
+
+/// The other names by which the kernel asks for the module: those after `alias=` that have no blanks or wildcards.
+pub(crate) fn aliases(elf: &[u8]) -> Vec<String> {
+    let info = section(elf, b".modinfo").unwrap_or_default();
+    let aliases = info.split(|b| *b == 0).filter_map(|field| field.strip_prefix(b"alias="));
+    let plain = |text: &&str| text.bytes().all(|b| b.is_ascii_graphic() && b != b'*');
+    aliases.filter_map(|text| std::str::from_utf8(text).ok()).filter(plain).map(str::to_owned).collect()
 }
 
 /// The bytes of a section of a little-endian ELF64 file; every offset is checked, for the file is foreign.
@@ -164,11 +172,11 @@ fn number(bytes: &[u8], at: usize, width: usize) -> Option<usize> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// The least ELF file that has a section `.modinfo`.
-    fn module(info: &[u8]) -> Vec<u8> {
+    pub(crate) fn module(info: &[u8]) -> Vec<u8> {
         let strings = b"\0.modinfo\0";
         let mut elf = vec![0; 64];
         elf[..6].copy_from_slice(b"\x7fELF\x02\x01");

@@ -157,6 +157,19 @@ impl CgroupParent {
         all.into_iter().collect()
     }
 
+    /// Makes the moves of processes between cgroups that follow within some milliseconds quick. Blocks for two or three ticks of
+    /// the kernel's clock, so it is for a thread of its own.
+    ///
+    /// The first writer of `cgroup.procs` waits for an RCU grace period, and so does KVM when it makes a VM, for it moves
+    /// a thread of its own into the cgroups of the VM's process; those that follow soon don't
+    /// (kernel/cgroup/cgroup.c, `cgroup_procs_write_start`; kernel/rcu/sync.c). The process that is written here can't exist:
+    /// the kernel looks for it when it has waited, and nothing is moved. cgroup2's mount option `favordynmods` would do the
+    /// same for good, but for the whole host.
+    pub fn warm_up(&self) {
+        // Beyond PID_MAX_LIMIT, 2^22. It fails by design.
+        let _ = fs::write(self.first.parent.join("cgroup.procs"), i32::MAX.to_string());
+    }
+
     /// Makes the cgroup `name`, or finds it, and sets its limits.
     ///
     /// # Errors

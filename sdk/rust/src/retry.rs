@@ -1,11 +1,15 @@
-//! Calls that are made again when the gateway is away for a moment.
+//! Calls that are made again when the gateway is away, or has too much to do, for a moment.
 
 use std::{future::Future, time::Duration};
 
 use rand::Rng as _;
 use tonic::{Response, Status};
+use tonic_types::StatusExt as _;
 
 use crate::error::Error;
+
+/// However long a gateway wants to be left alone.
+const LONGEST_HINT: Duration = Duration::from_secs(10);
 
 /// How often and how patiently a call is made again. One attempt always ends before the next begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +37,7 @@ impl Retry {
         pause + pause.mul_f64(rand::rng().random_range(0.0..0.25))
     }
 
-    /// Makes a call until it is answered by something else than UNAVAILABLE. Only for calls that may be repeated: reads,
+    /// Makes a call until it is answered by something else than UNAVAILABLE or OVERLOADED. Only for calls that may be repeated: reads,
     /// and verbs that carry a request id.
     pub(crate) async fn call<T, F>(&self, mut call: impl FnMut() -> F) -> Result<T, Error>
     where
@@ -43,14 +47,29 @@ impl Retry {
         loop {
             match call().await {
                 Ok(response) => return Ok(response.into_inner()),
-                Err(status) if Error::is_transport(&status) && attempt + 1 < self.attempts => {
-                    tokio::time::sleep(self.pause(attempt)).await;
+                Err(status) if attempt + 1 < self.attempts => {
+                    let hint = overloaded(&status);
+                    if hint.is_none() && !Error::is_transport(&status) {
+                        return Err(status.into());
+                    }
+                    // What the gateway asks for, and the spread of our own.
+                    tokio::time::sleep(hint.unwrap_or_default().max(self.pause(attempt))).await;
                     attempt += 1;
                 }
                 Err(status) => return Err(status.into()),
             }
         }
     }
+}
+
+/// When a gateway that has too much to do wants to be asked again.
+fn overloaded(status: &Status) -> Option<Duration> {
+    if status.code() != tonic::Code::ResourceExhausted {
+        return None;
+    }
+    let info = status.get_details_error_info().filter(|info| info.reason == "OVERLOADED")?;
+    let hint = info.metadata.get("retry_after_ms").and_then(|text| text.parse().ok());
+    Some(hint.map_or(Duration::ZERO, Duration::from_millis).min(LONGEST_HINT))
 }
 
 /// A new random request id: a verb that is sent again with the same one returns the first result.
@@ -87,6 +106,25 @@ mod tests {
         });
         assert!(result.await.is_err());
         assert_eq!(calls.get(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_gateway_with_too_much_to_do_is_asked_again_and_one_with_nothing_left_is_not() {
+        use tonic_types::{ErrorDetails, StatusExt as _};
+        for (reason, times) in [("OVERLOADED", 3), ("EXHAUSTED", 1)] {
+            let calls = Cell::new(0);
+            let hint: std::collections::HashMap<_, _> =
+                [("retry_after_ms".to_owned(), "1".to_owned())].into();
+            let details = ErrorDetails::with_error_info(reason, "torpor", hint);
+            let result = FAST.call(|| {
+                calls.set(calls.get() + 1);
+                let status =
+                    Status::with_error_details(tonic::Code::ResourceExhausted, "no", details.clone());
+                async { Err::<Response<()>, _>(status) }
+            });
+            assert!(result.await.is_err());
+            assert_eq!(calls.get(), times, "{reason}");
+        }
     }
 
     #[test]

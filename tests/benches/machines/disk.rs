@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fs};
 use torpor_overlay::{BaseIdentity, create, sha256_file};
 
 use crate::{
-    COMMAND_LINE, LIMIT,
+    LIMIT, MEMORY, command_line,
     machine::{Bench, Outcome, Which},
 };
 
@@ -26,7 +26,7 @@ pub(crate) fn run(bench: &Bench) -> Outcome<()> {
         for (name, which) in [("ours", Which::Torpor), ("theirs", Which::Qemu)] {
             let overlay = bench.folder.path().join(format!("overlay-{name}-{round}.qcow2"));
             create(&overlay, &base, &identity, DISK_BYTES)?;
-            let mut job = bench.job(&format!("{COMMAND_LINE} torpor.test=disk"));
+            let mut job = bench.job(&format!("{} torpor.test=disk", command_line(MEMORY)));
             job.disk = Some((overlay.clone(), base.clone()));
             eprintln!("disk: round {round}, {name}");
             let console = bench.start(which, &job)?.finish(LIMIT)?;

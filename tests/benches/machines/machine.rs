@@ -22,6 +22,9 @@ pub(crate) enum Which {
     Qemu,
 }
 
+/// Memory of the VMs, bytes.
+pub(crate) const MEMORY: u64 = 128 << 20;
+
 /// What a VM is to run.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
@@ -39,7 +42,7 @@ impl Job {
             kernel: kernel.to_owned(),
             initramfs: None,
             command_line: command_line.to_owned(),
-            memory_bytes: 128 << 20,
+            memory_bytes: MEMORY,
             disk: None,
         }
     }
@@ -49,6 +52,7 @@ impl Job {
 pub(crate) struct Bench {
     vmm: PathBuf,
     kernel: PathBuf,
+    unpacked: Option<PathBuf>,
     initramfs: PathBuf,
     pub(crate) folder: tempfile::TempDir,
 }
@@ -62,7 +66,8 @@ impl Bench {
         // Beside the rest, on the same file system: what is measured is not how the program is read.
         let own = folder.path().join("torpor-vmm");
         fs::copy(vmm, &own)?;
-        Ok(Self { vmm: own, kernel: kernel.vmlinuz, initramfs, folder })
+        let unpacked = kernels.unpacked(&kernel)?;
+        Ok(Self { vmm: own, kernel: kernel.vmlinuz, unpacked, initramfs, folder })
     }
 
     pub(crate) fn file(&self, name: &str, bytes: &[u8]) -> Outcome<PathBuf> {
@@ -74,6 +79,12 @@ impl Bench {
     /// The stock kernel with our guest.
     pub(crate) fn job(&self, command_line: &str) -> Job {
         Job { initramfs: Some(self.initramfs.clone()), ..Job::of_kernel(&self.kernel, command_line) }
+    }
+
+    /// The same with the kernel as the vm driver hands it to torpor-vmm.
+    pub(crate) fn unpacked(&self, job: &Job) -> Outcome<Job> {
+        let kernel = self.unpacked.clone().ok_or("this kernel can't be unpacked here")?;
+        Ok(Job { kernel, ..job.clone() })
     }
 
     pub(crate) fn start(&self, which: Which, job: &Job) -> Outcome<Running> {

@@ -3,7 +3,7 @@
 use std::{fs, thread::sleep, time::Duration};
 
 use crate::{
-    COMMAND_LINE, LIMIT,
+    LIMIT, command_line,
     machine::{Bench, Outcome, Which},
 };
 
@@ -13,7 +13,7 @@ const LOOK: Duration = Duration::from_secs(10);
 pub(crate) fn run(bench: &Bench) -> Outcome<()> {
     for (name, bytes) in [("128 MiB", 128 << 20), ("1 GiB", 1 << 30)] {
         for which in [Which::Torpor, Which::Qemu] {
-            let mut job = bench.job(&format!("{COMMAND_LINE} torpor.test=idle"));
+            let mut job = bench.job(&format!("{} torpor.test=idle", command_line(bytes)));
             job.memory_bytes = bytes;
             let mut running = bench.start(which, &job)?;
             running.wait_for("MARK", LIMIT)?;

@@ -82,7 +82,8 @@ fn option(name: &str) -> Option<String> {
 }
 
 fn load_modules() -> io::Result<()> {
-    for name in fs::read_to_string(MODULES)?.lines() {
+    // Behind a name are reasons to load it, of which the agent makes something.
+    for name in fs::read_to_string(MODULES)?.lines().filter_map(|line| line.split_whitespace().next()) {
         let file = File::open(Path::new("/modules").join(name))?;
         match finit_module(&file, c"", ModuleInitFlags::empty()) {
             Ok(()) | Err(Errno::EEXIST | Errno::ENODEV) => {}

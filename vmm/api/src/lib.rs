@@ -5,6 +5,7 @@ mod config;
 pub mod console;
 mod control;
 mod end;
+pub mod kernel_line;
 mod requests;
 mod thread;
 pub mod validate;

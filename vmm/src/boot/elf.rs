@@ -1,10 +1,12 @@
-//! ELF kernels (vmlinux): by their PVH note, or else by their 64-bit entry.
+//! ELF kernels (vmlinux): by their PVH note, or else by their 64-bit entry. One with the table of its relocations behind it
+//! is moved to a random virtual address, which only the 64-bit entry allows.
 
 use std::fs::File;
+use std::ops::Range;
 
 use torpor_vmm_devices::Memory;
 
-use super::{BootError, Kernel, Protocol, check_room, read};
+use super::{BootError, Kernel, Protocol, check_room, read, relocate};
 
 const HEADER_BYTES: usize = 64;
 const PROGRAM_HEADER_BYTES: u16 = 56;
@@ -35,6 +37,8 @@ struct Header {
     entry: u64,
     table: u64,
     count: u16,
+    /// Behind the last section header.
+    sections_end: u64,
 }
 
 fn number<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
@@ -59,12 +63,14 @@ fn fault(text: impl Into<String>) -> BootError {
     BootError::Elf(text.into())
 }
 
-pub(super) fn load(memory: &Memory, file: &File, low_end: u64) -> Result<Kernel, BootError> {
+/// `may_move`: to a random address, if the file says how.
+pub(super) fn load(memory: &Memory, file: &File, low_end: u64, may_move: bool) -> Result<Kernel, BootError> {
     let header = header(file)?;
-    let (mut end, mut pvh) = (0, None);
+    let (mut end, mut pvh, mut file_end) = (0, None, header.sections_end);
     let mut loaded = Vec::new();
     for index in 0..header.count {
         let segment = segment(file, header.table, index)?;
+        file_end = file_end.max(segment.offset.saturating_add(segment.file_bytes));
         match segment.kind {
             SEGMENT_LOAD if segment.memory_bytes > 0 => {
                 end = end.max(load_segment(memory, file, &segment, low_end)?);
@@ -74,6 +80,9 @@ pub(super) fn load(memory: &Memory, file: &File, low_end: u64) -> Result<Kernel,
             _ => {}
         }
     }
+    let begin = loaded.iter().map(|segment| segment.address).min().unwrap_or_default();
+    let moved = may_move && move_it(memory, file, file_end, begin..end)?;
+    let pvh = pvh.filter(|_| !moved);
     let entry = pvh.map_or(header.entry, u64::from);
     let inside = |s: &Segment| entry >= s.address && entry - s.address < s.memory_bytes;
     if !loaded.iter().any(inside) {
@@ -81,11 +90,18 @@ pub(super) fn load(memory: &Memory, file: &File, low_end: u64) -> Result<Kernel,
     }
     let protocol = match pvh {
         Some(entry) => Protocol::Pvh { entry },
-        None => Protocol::Linux { entry, header: linux_header() },
+        None => Protocol::Linux { entry, header: linux_header(moved) },
     };
     // Below 2 GiB: what a kernel maps early.
     let initramfs_limit = 0x8000_0000;
     Ok(Kernel { protocol, end, initramfs_limit, command_line_limit: COMMAND_LINE_LIMIT })
+}
+
+/// Moves the kernel to a random virtual address. False when what is behind the file's parts doesn't say how.
+fn move_it(memory: &Memory, file: &File, file_end: u64, kernel: Range<u64>) -> Result<bool, BootError> {
+    let Some(relocations) = relocate::read(file, file_end.saturating_add(3) & !3)? else { return Ok(false) };
+    relocations.apply(memory, kernel.start, kernel.end, relocate::distance(kernel.end)?)?;
+    Ok(true)
 }
 
 fn header(file: &File) -> Result<Header, BootError> {
@@ -102,7 +118,9 @@ fn header(file: &File) -> Result<Header, BootError> {
     if size != PROGRAM_HEADER_BYTES || count == 0 || count > MOST_PROGRAM_HEADERS {
         return Err(fault(format!("has {count} program headers of {size} bytes")));
     }
-    Ok(Header { entry, table, count })
+    let (sections, section_bytes, sections_count) = (long(&bytes, 40), half(&bytes, 58), half(&bytes, 60));
+    let sections_end = sections.saturating_add(u64::from(section_bytes) * u64::from(sections_count));
+    Ok(Header { entry, table, count, sections_end })
 }
 
 fn segment(file: &File, table: u64, index: u16) -> Result<Segment, BootError> {
@@ -162,15 +180,19 @@ fn pvh_entry(file: &File, segment: &Segment) -> Result<Option<u32>, BootError> {
     Ok(None)
 }
 
-/// The setup header for a kernel that has none: what the boot protocol wants a loader to fill in.
-fn linux_header() -> Vec<u8> {
+/// The setup header for a kernel that has none: what the boot protocol wants a loader to fill in. `moved`: addresses are
+/// random, and the kernel shall choose its other ones at random too.
+fn linux_header(moved: bool) -> Vec<u8> {
+    /// loadflags: loaded at 1 MiB or above; `KASLR_FLAG`.
+    const LOADED_HIGH: u8 = 1;
+    const RANDOM_ADDRESSES: u8 = 2;
     use linux_loader::loader::bootparam::setup_header;
     use vm_memory::ByteValued as _;
     let header = setup_header {
         boot_flag: 0xaa55,
         header: 0x5372_6448,
         version: 0x20f,
-        loadflags: 1,
+        loadflags: if moved { LOADED_HIGH | RANDOM_ADDRESSES } else { LOADED_HIGH },
         kernel_alignment: 0x100_0000,
         cmdline_size: COMMAND_LINE_LIMIT as u32,
         ..setup_header::default()

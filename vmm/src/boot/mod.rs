@@ -6,6 +6,7 @@ mod bzimage;
 mod elf;
 mod params;
 mod read;
+mod relocate;
 
 use std::fs::File;
 
@@ -91,6 +92,9 @@ pub enum BootError {
     /// The command line.
     #[error("the command line {0}")]
     CommandLine(String),
+    /// No random number for where the kernel is to be.
+    #[error("get a random number for the kernel's address: {0}")]
+    Random(std::io::Error),
     /// A file can't be read.
     #[error(transparent)]
     Read(#[from] ReadError),
@@ -140,7 +144,7 @@ pub fn load(memory: &Memory, boot: &Boot<'_>) -> Result<Entry, BootError> {
     read::exact(boot.kernel, "kernel", 0, &mut magic)?;
     let low_end = boot.memory_bytes.min(layout::LOW_RAM_LIMIT);
     let kernel = if magic == *b"\x7fELF" {
-        elf::load(memory, boot.kernel, low_end)?
+        elf::load(memory, boot.kernel, low_end, may_move(boot.command_line))?
     } else if bzimage::is_one(boot.kernel)? {
         bzimage::load(memory, boot.kernel, low_end)?
     } else {
@@ -162,6 +166,11 @@ pub fn load(memory: &Memory, boot: &Boot<'_>) -> Result<Entry, BootError> {
             Ok(Entry::Protected { address: *entry, argument: layout::START_INFO as u32 })
         }
     }
+}
+
+/// Whether the kernel may be put at a random address: unless its command line has the kernel's own word against it.
+fn may_move(command_line: &str) -> bool {
+    command_line.split_ascii_whitespace().all(|word| word != "nokaslr")
 }
 
 /// As high as it may be, so that the kernel has room to unpack itself.

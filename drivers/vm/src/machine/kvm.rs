@@ -17,6 +17,7 @@ use async_trait::async_trait;
 use torpor_sandbox::DriverError;
 use torpor_vmm_api::{
     AgentSocket, Config, Disk, End, EndFile, HugePages, Jail, Net, Source, console::ConsoleReader,
+    kernel_line::kernel_line,
 };
 
 use super::{AgentEndpoint, GuestEnd, LastWords, Launch, Machine, Monitor, Plan, control::Control};
@@ -30,10 +31,6 @@ pub(crate) const PROGRAM: &str = "torpor-vmm";
 pub(crate) const MOST_CPUS: u32 = torpor_vmm_api::MOST_CPUS as u32;
 /// Where the agent listens on vsock (agent/src/serve.rs).
 const AGENT_PORT: u32 = 1024;
-/// panic=-1 and reboot=t: a panic and a reboot end the machine at once. The rest is what a kernel does not have to find out on
-/// this machine: there is no keyboard, and the console is for what goes wrong.
-const COMMAND_LINE: &str = "console=ttyS0 quiet reboot=t panic=-1 cryptomgr.notests i8042.noaux i8042.nokbd";
-
 /// The serial number of the disk that the guest boots from.
 pub(super) const ROOT_DISK: &str = "root";
 const CONTROL: &str = "control.sock";
@@ -60,23 +57,8 @@ impl Kvm {
     }
 }
 
-/// Guests of up to so many bytes report free memory in small pieces.
-const SMALL: u64 = 1 << 30;
-/// Of 64 KiB: 2 to the power of so many pages.
-const SMALL_REPORT: u32 = 4;
 /// Whether the host's kernel makes huge pages of what nobody asked it to.
 const TRANSPARENT_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
-
-/// The command line of a guest with so much memory, on a host that makes huge pages unasked or doesn't.
-fn command_line(memory_bytes: u64, huge_pages: bool) -> String {
-    let mut line = COMMAND_LINE.to_owned();
-    // In a small guest free memory hardly ever lies together in the 2 MiB that a kernel reports by itself. Where the host
-    // backs guests by huge pages, parts of them would stay all the same.
-    if memory_bytes <= SMALL && !huge_pages {
-        line += &format!(" page_reporting.page_reporting_order={SMALL_REPORT}");
-    }
-    line
-}
 
 fn makes_huge_pages() -> bool {
     // A kernel without the file has no such pages.
@@ -112,9 +94,10 @@ fn config(launch: &Launch<'_>, control: &OwnedFd, vsock: &OwnedFd) -> Result<Con
         cpus: u8::try_from(launch.cpus).map_err(|_| invalid("resources.cpus", launch.cpus.into()))?,
         memory_bytes: launch.memory_bytes.next_multiple_of(torpor_vmm_api::validate::MEMORY_STEP),
         huge_pages: HugePages::Default,
-        kernel: path(launch.kernel),
+        // A bzImage takes a tenth of a second to unpack itself.
+        kernel: path(launch.unpacked_kernel.unwrap_or(launch.kernel)),
         initramfs: Some(path(launch.initramfs)),
-        command_line: command_line(launch.memory_bytes, makes_huge_pages()),
+        command_line: kernel_line(launch.memory_bytes, makes_huge_pages()),
         disks: vec![disk],
         net: Some(net),
         vsock: Some(vsock),
@@ -270,20 +253,13 @@ mod tests {
         assert!(make_ports(folder.path(), None).is_err());
     }
 
-    #[test]
-    fn small_guests_report_free_memory_in_small_pieces_where_the_host_can_use_them() {
-        let order = "page_reporting.page_reporting_order=4";
-        assert!(command_line(256 << 20, false).ends_with(order));
-        assert!(!command_line(256 << 20, true).contains(order));
-        assert!(!command_line(2 << 30, false).contains(order));
-    }
-
     fn planned(run_dir: &Path) -> (Plan, Config) {
         let net = PoolConfig::default().guest_net("sb-x", Slot(1)).unwrap();
         let launch = Launch {
             marker: "torpor-sb-x-run-3",
             run_dir,
             kernel: Path::new("/k/vmlinuz"),
+            unpacked_kernel: Some(Path::new("/k/vmlinux-1")),
             initramfs: Path::new("/k/initramfs"),
             overlay: Path::new("/s/overlay.qcow2"),
             base: Path::new("/i/base.raw"),

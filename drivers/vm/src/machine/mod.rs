@@ -32,6 +32,8 @@ pub(crate) struct Launch<'a> {
     pub(crate) marker: &'a str,
     pub(crate) run_dir: &'a Path,
     pub(crate) kernel: &'a Path,
+    /// The same as an ELF file with its relocations, for a machine that loads it so.
+    pub(crate) unpacked_kernel: Option<&'a Path>,
     pub(crate) initramfs: &'a Path,
     pub(crate) overlay: &'a Path,
     pub(crate) base: &'a Path,

@@ -195,6 +195,7 @@ mod tests {
             marker: "torpor-sb-x-run-3",
             run_dir: Path::new(run_dir),
             kernel: Path::new("/k/vmlinuz"),
+            unpacked_kernel: Some(Path::new("/k/vmlinux-1")),
             initramfs: Path::new("/k/initramfs"),
             overlay: Path::new("/s/overlay.qcow2"),
             base: Path::new("/i/base.raw"),

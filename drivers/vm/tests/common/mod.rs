@@ -205,7 +205,9 @@ impl Bench {
             machine: "auto".into(),
             kernel: None,
             egress: None,
+            workspace: "default".to_owned(),
             volumes: Vec::new(),
+            endpoints: Vec::new(),
         }
     }
 

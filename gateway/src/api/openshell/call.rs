@@ -38,7 +38,7 @@ pub fn open<T>(request: Request<T>) -> Result<(Call, T), tonic::Status> {
 pub struct Named {
     /// Its workspace.
     pub workspace: String,
-    /// As `torpor.v1` is told of it.
+    /// Its name there, or its id: as `torpor.v1` is told of it in that workspace.
     pub key: String,
 }
 
@@ -125,7 +125,10 @@ impl Call {
                 return Err(ApiError::invalid("workspace_scope.workspace", "a name is needed"));
             }
             Some(Selection::AllWorkspaces(_)) => {
-                return Err(ApiError::invalid("workspace_scope", "this call works in one workspace; name it"));
+                return Err(ApiError::invalid(
+                    "workspace_scope",
+                    "this call works in one workspace; name it",
+                ));
             }
         };
         // A slash would name another workspace.
@@ -139,9 +142,8 @@ impl Call {
             }
             return Ok(Named { workspace, key: name.to_owned() });
         }
-        let key = format!("{workspace}/{name}");
-        self.caller.key(&key).await?;
-        Ok(Named { workspace, key })
+        self.caller.clone().in_workspace(&workspace).key(name).await?;
+        Ok(Named { workspace, key: name.to_owned() })
     }
 
     /// The record of the sandbox that is named.
@@ -155,7 +157,7 @@ impl Call {
         name: &str,
     ) -> Result<Arc<Record>, ApiError> {
         let named = self.sandbox(service, scope, name).await?;
-        let key = self.caller.key(&named.key).await?;
+        let key = self.caller.clone().in_workspace(&named.workspace).key(&named.key).await?;
         Ok(Arc::new(service.store.get(&key).await?))
     }
 

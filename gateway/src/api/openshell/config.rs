@@ -173,15 +173,19 @@ pub async fn of_sandbox(
     let read = api.service.store.foreign(move |tables| Ok((tables.config(Some(&id))?, tables.config(None)?)));
     let (own, global) = read.await?;
     let ((revision, own), (_, global)) = (decoded(own), decoded(global));
-    Ok(GetSandboxConfigResponse { workspace: record.spec.workspace.clone(), ..effective(revision, own, global) })
+    Ok(GetSandboxConfigResponse {
+        workspace: record.spec.workspace.clone(),
+        ..effective(revision, own, global)
+    })
 }
 
 fn effective(revision: u64, own: Config, global: Config) -> GetSandboxConfigResponse {
     let scoped = |scope: SettingScope| {
-        move |(key, value): (String, Opaque)| (key, EffectiveSetting { value: Some(value), scope: scope.into() })
+        move |(key, value): (String, Opaque)| {
+            (key, EffectiveSetting { value: Some(value), scope: scope.into() })
+        }
     };
-    let mut settings: BTreeMap<_, _> =
-        own.settings.into_iter().map(scoped(SettingScope::Sandbox)).collect();
+    let mut settings: BTreeMap<_, _> = own.settings.into_iter().map(scoped(SettingScope::Sandbox)).collect();
     settings.extend(global.settings.into_iter().map(scoped(SettingScope::Global)));
     let (policy, policy_source) = match (global.policy, own.policy) {
         (Some(policy), _) => (Some(policy), PolicySource::Global),
@@ -257,7 +261,10 @@ mod tests {
         };
         assert!(checked(&setting_without_key).is_err());
         assert!(checked(&os::UpdateConfigRequest::default()).is_err());
-        assert!(checked(&os::UpdateConfigRequest { global: true, sandbox: "a".into(), ..setting("k", &[]) }).is_err());
+        assert!(
+            checked(&os::UpdateConfigRequest { global: true, sandbox: "a".into(), ..setting("k", &[]) })
+                .is_err()
+        );
         assert!(checked(&setting("k", &[8, 1])).is_ok());
     }
 }

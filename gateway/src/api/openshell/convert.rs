@@ -115,11 +115,40 @@ fn status_of(id: &str, spec: &v1::SandboxSpec, from: v1::SandboxStatus, policy: 
         main_process_started_time: from.phase_since.filter(|_| ready && main),
         exit_code: from.exit_code,
         restart_count: from.restart_count,
+        endpoint_statuses: from.endpoints.into_iter().map(|seen| endpoint(spec, seen)).collect(),
         ..os::SandboxStatus::default()
     }
 }
 
-fn condition(kind: &str, holds: bool, reason: &str, message: String, since: Option<Timestamp>) -> os::SandboxCondition {
+fn endpoint(spec: &v1::SandboxSpec, seen: v1::EndpointStatus) -> os::EndpointStatus {
+    use os::EndpointResult as To;
+    use v1::endpoint_status::Result as Seen;
+    let result = match seen.result() {
+        Seen::Unspecified | Seen::Unknown => To::NoObservedExchange,
+        Seen::Ok | Seen::HttpError if seen.http_status > 0 => To::HttpResponseReceived,
+        // A connection was taken, and no HTTP was asked for.
+        Seen::Ok => To::Unspecified,
+        _ => To::TransportFailed,
+    };
+    let declared = spec.endpoints.iter().find(|declared| declared.name == seen.name);
+    os::EndpointStatus {
+        endpoint_id: seen.name,
+        host: "127.0.0.1".to_owned(),
+        ports: vec![seen.port],
+        path: declared.map_or_else(String::new, |declared| declared.http_path.clone()),
+        last_result: result.into(),
+        last_reported_time: seen.observed,
+        last_failure: None,
+    }
+}
+
+fn condition(
+    kind: &str,
+    holds: bool,
+    reason: &str,
+    message: String,
+    since: Option<Timestamp>,
+) -> os::SandboxCondition {
     let status = if holds { "True" } else { "False" };
     os::SandboxCondition {
         r#type: kind.to_owned(),

@@ -13,6 +13,7 @@ use torpor_sandbox::SandboxId;
 
 use super::{Events, OpenShellApi, call::Call, services};
 use crate::{
+    access::Caller,
     api::{exec, forward},
     error::ApiError,
 };
@@ -33,13 +34,14 @@ async fn start(
     call: &Call,
     from: os::ExecSandboxRequest,
     stdin: bool,
-) -> Result<v1::ExecStart, ApiError> {
+) -> Result<(v1::ExecStart, Caller), ApiError> {
     let named = call.sandbox(&api.service, from.workspace_scope, &from.sandbox).await?;
     if from.command.is_empty() {
         return Err(ApiError::invalid("command", "a command is needed"));
     }
-    let size = (from.cols > 0 && from.rows > 0).then_some(v1::WindowSize { cols: from.cols, rows: from.rows });
-    Ok(v1::ExecStart {
+    let size =
+        (from.cols > 0 && from.rows > 0).then_some(v1::WindowSize { cols: from.cols, rows: from.rows });
+    let start = v1::ExecStart {
         sandbox: named.key,
         argv: from.command,
         environment: from.environment.into_iter().collect(),
@@ -49,7 +51,8 @@ async fn start(
         size,
         timeout: from.execution_timeout,
         ..v1::ExecStart::default()
-    })
+    };
+    Ok((start, call.caller.clone().in_workspace(&named.workspace)))
 }
 
 /// What came of it.
@@ -85,10 +88,10 @@ fn not_started(status: &Status) -> Option<Vec<os::ExecSandboxEvent>> {
 
 async fn run(
     api: &OpenShellApi,
-    call: &Call,
+    caller: &Caller,
     inputs: impl Stream<Item = Result<v1::ExecInput, Status>> + Send + 'static,
 ) -> Result<Events<os::ExecSandboxEvent>, Status> {
-    let outputs = exec::exec(api.service.clone(), &call.caller, Box::pin(inputs)).await?;
+    let outputs = exec::exec(api.service.clone(), caller, Box::pin(inputs)).await?;
     let events = outputs.flat_map(|output_or_end| {
         let events: Vec<Result<_, Status>> = match output_or_end {
             Ok(message) => output(message).map(Ok).into_iter().collect(),
@@ -110,12 +113,12 @@ pub async fn exec(
 ) -> Result<Events<os::ExecSandboxEvent>, Status> {
     let data = std::mem::take(&mut message.stdin);
     // A terminal without an input side would end at once.
-    let start = start(api, &call, message, !data.is_empty()).await?;
+    let (start, caller) = start(api, &call, message, !data.is_empty()).await?;
     let mut inputs = vec![input(exec_input::Kind::Start(start))];
     let pieces = data.chunks(PIECE).map(|piece| input(exec_input::Kind::Stdin(data.slice_ref(piece))));
     inputs.extend(pieces);
     inputs.push(input(exec_input::Kind::StdinClose(v1::StdinClose {})));
-    run(api, &call, stream::iter(inputs)).await
+    run(api, &caller, stream::iter(inputs)).await
 }
 
 /// A command whose client goes on writing.
@@ -130,7 +133,8 @@ pub async fn interactive(
         _ => return Err(ApiError::invalid("start", "the first message must say what to run").into()),
     };
     let data = std::mem::take(&mut first.stdin);
-    let mut begin = vec![input(exec_input::Kind::Start(start(api, &call, first, true).await?))];
+    let (start, caller) = start(api, &call, first, true).await?;
+    let mut begin = vec![input(exec_input::Kind::Start(start))];
     if !data.is_empty() {
         begin.push(input(exec_input::Kind::Stdin(data)));
     }
@@ -146,7 +150,7 @@ pub async fn interactive(
         };
         Some(input(kind))
     });
-    run(api, &call, stream::iter(begin).chain(rest)).await
+    run(api, &caller, stream::iter(begin).chain(rest)).await
 }
 
 /// Which port of the sandbox is meant.

@@ -47,7 +47,9 @@ pub fn user(call: &Call) -> os::GetCurrentUserResponse {
     let identity = call.caller.identity();
     let roles = match call.caller.is_admin() {
         true => vec!["admin".to_owned()],
-        false => call.caller.memberships().into_iter().map(|(place, role)| format!("{place}:{role}")).collect(),
+        false => {
+            call.caller.memberships().into_iter().map(|(place, role)| format!("{place}:{role}")).collect()
+        }
     };
     os::GetCurrentUserResponse {
         subject: identity.subject.clone(),

@@ -50,7 +50,8 @@ pub fn wanted(names: &[String], least: &str) -> Result<Sources, ApiError> {
             "console" => sources.sandbox = Some(Source::Console),
             "main" => sources.sandbox = Some(Source::Main),
             other => {
-                let problem = format!("'{}': sandbox, console, main and gateway are known", other.escape_debug());
+                let problem =
+                    format!("'{}': sandbox, console, main and gateway are known", other.escape_debug());
                 return Err(ApiError::invalid("sources", problem));
             }
         }
@@ -74,17 +75,26 @@ pub struct Lines {
     sandbox: String,
     source: &'static str,
     rest: Vec<u8>,
+    time: Option<Timestamp>,
+    stderr: bool,
 }
 
 impl Lines {
     /// Of a sandbox's source.
     pub fn new(sandbox: &str, source: Source) -> Self {
-        Self { sandbox: sandbox.to_owned(), source: name(source), rest: Vec::new() }
+        Self {
+            sandbox: sandbox.to_owned(),
+            source: name(source),
+            rest: Vec::new(),
+            time: None,
+            stderr: false,
+        }
     }
 
-    /// The lines that are whole now.
-    pub fn push(&mut self, data: &[u8]) -> Vec<os::SandboxLogLine> {
-        self.rest.extend_from_slice(data);
+    /// The lines that are whole now. A piece is of the stream that its first line is of.
+    pub fn push(&mut self, piece: &v1::LogChunk) -> Vec<os::SandboxLogLine> {
+        (self.time, self.stderr) = (piece.time, piece.stderr);
+        self.rest.extend_from_slice(&piece.data);
         let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') else {
             // A line without an end is cut, so that nobody makes the gateway hold it all.
             let whole = if self.rest.len() > LARGEST { std::mem::take(&mut self.rest) } else { Vec::new() };
@@ -112,12 +122,12 @@ impl Lines {
         let text = String::from_utf8_lossy(text.strip_suffix(b"\r").unwrap_or(text));
         os::SandboxLogLine {
             sandbox_id: self.sandbox.clone(),
-            event_time: None,
+            event_time: self.time,
             level: OURS.to_owned(),
             target: self.source.to_owned(),
             message: text.into_owned(),
             source: "sandbox".to_owned(),
-            fields: Default::default(),
+            fields: self.stderr.then(|| ("stream".to_owned(), "stderr".to_owned())).into_iter().collect(),
         }
     }
 }
@@ -148,11 +158,7 @@ pub async fn pieces(
 ///
 /// # Errors
 /// As `torpor.v1.Sandboxes/History`.
-pub async fn transitions(
-    api: &OpenShellApi,
-    call: &Call,
-    key: &str,
-) -> Result<Vec<v1::Transition>, Status> {
+pub async fn transitions(api: &OpenShellApi, call: &Call, key: &str) -> Result<Vec<v1::Transition>, Status> {
     let request =
         v1::HistoryRequest { sandbox: key.to_owned(), page_size: TRANSITIONS, page_token: String::new() };
     let page = api.sandboxes().history(call.ask(call.caller.current(), request)).await?.into_inner();
@@ -211,12 +217,16 @@ pub async fn get(
         logs.extend(recent.map(|transition| transition_line(id, transition)));
     }
     if let Some(source) = sources.sandbox {
-        let mut pieces = pieces(api, &call, id, source, message.lines, false).await?;
+        // The last lines are chosen from those that are not too old.
+        let tail = if message.since_time.is_some() { 0 } else { message.lines };
+        let mut pieces = pieces(api, &call, id, source, tail, false).await?;
         let mut lines = Lines::new(id, source);
         while let Some(piece) = pieces.next().await {
-            logs.extend(lines.push(&piece?.data));
+            logs.extend(lines.push(&piece?));
         }
         logs.extend(lines.finish());
+        // What has no time may be as new as any.
+        logs.retain(|line| after(line.event_time.as_ref(), message.since_time.as_ref()));
     }
     let buffer_total = u32::try_from(logs.len()).unwrap_or(u32::MAX);
     let most = if message.lines == 0 { usize::MAX } else { message.lines as usize };
@@ -237,10 +247,13 @@ mod tests {
     fn pieces_become_whole_lines() {
         let mut lines = Lines::new("sb-1", Source::Console);
         let text = |lines: Vec<os::SandboxLogLine>| lines.into_iter().map(|l| l.message).collect::<Vec<_>>();
-        assert!(lines.push(b"hel").is_empty());
-        assert_eq!(text(lines.push(b"lo\r\nworld\n\nrest")), ["hello", "world", ""]);
-        assert_eq!(text(lines.push(b"\xff\n")), ["rest\u{fffd}"]);
-        assert!(lines.push(b"end").is_empty());
+        let piece = |data: &'static [u8]| v1::LogChunk { data: data.into(), ..v1::LogChunk::default() };
+        assert!(lines.push(&piece(b"hel")).is_empty());
+        assert_eq!(text(lines.push(&piece(b"lo\r\nworld\n\nrest"))), ["hello", "world", ""]);
+        assert_eq!(text(lines.push(&piece(b"\xff\n"))), ["rest\u{fffd}"]);
+        let told = lines.push(&v1::LogChunk { data: b"x\n".as_slice().into(), stderr: true, ..piece(b"") });
+        assert_eq!(told[0].fields["stream"], "stderr");
+        assert!(lines.push(&piece(b"end")).is_empty());
         assert_eq!(text(lines.finish()), ["end"]);
     }
 

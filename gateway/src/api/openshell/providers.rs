@@ -10,9 +10,17 @@ use torpor_proto::openshell::{
     datamodel::v1::{ObjectMeta, Provider},
     v1::{self as os, DeletionOutcome, ProviderMutationKind},
 };
-use torpor_sandbox::{id::clip, spec::{unqualified, validate_annotations, validate_labels}};
+use torpor_sandbox::{
+    id::clip,
+    spec::{unqualified, validate_annotations, validate_labels},
+};
 
-use super::{OpenShellApi, call::{Call, Named}, convert::time, page};
+use super::{
+    OpenShellApi,
+    call::{Call, Named},
+    convert::time,
+    page,
+};
 use crate::{
     error::ApiError,
     store::{Kind, Listing, NewObject, Object, Problem, Record, RequestKey, Selector, StoreError},
@@ -105,8 +113,7 @@ pub async fn create(
         labels: metadata.labels,
         body: encoded(provider, metadata.annotations),
     };
-    let made =
-        api.service.store.foreign_once(key, move |tables| response(&tables.add(Kind::Provider, new)?));
+    let made = api.service.store.foreign_once(key, move |tables| response(&tables.add(Kind::Provider, new)?));
     Ok(read(&made.await?)?)
 }
 
@@ -116,9 +123,10 @@ pub async fn get(
     message: os::GetProviderRequest,
 ) -> Result<os::ProviderResponse, Status> {
     let workspace = call.present(&api.service, message.workspace_scope).await?;
-    let found = api.service.store.foreign(move |tables| {
-        response(&tables.get(Kind::Provider, &workspace, None, &message.name)?)
-    });
+    let found = api
+        .service
+        .store
+        .foreign(move |tables| response(&tables.get(Kind::Provider, &workspace, None, &message.name)?));
     Ok(read(&found.await?)?)
 }
 
@@ -304,7 +312,8 @@ async fn turn(
             }),
             persisted_time: time(SystemTime::now()),
         };
-        let answer = os::AttachSandboxProviderResponse { sandbox: None, attached: changed, receipt: Some(receipt) };
+        let answer =
+            os::AttachSandboxProviderResponse { sandbox: None, attached: changed, receipt: Some(receipt) };
         Ok(answer.encode_to_vec())
     });
     let done: os::AttachSandboxProviderResponse = read(&done.await?)?;

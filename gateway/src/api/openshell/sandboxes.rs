@@ -6,7 +6,7 @@ use torpor_proto::{
     openshell::v1::{self as os, DeletionOutcome},
     v1::{self, sandboxes_server::Sandboxes as _},
 };
-use torpor_sandbox::SandboxId;
+use torpor_sandbox::{SandboxId, id::clip};
 
 use super::{
     OpenShellApi,
@@ -62,7 +62,7 @@ impl OpenShellApi {
     }
 }
 
-/// Reading of the workspace, then checks of all that can be checked, then the record, then what is kept beside it.
+/// The workspace, then checks of all that can be checked, then the record, then what is kept beside it.
 pub async fn create(
     api: &OpenShellApi,
     call: Call,
@@ -78,9 +78,11 @@ pub async fn create(
         return with_urls(api, sandbox).await;
     }
     if message.await_main_process_attachment {
-        let text = "await_main_process_attachment: main commands start with their sandbox and wait for nobody";
+        let text =
+            "await_main_process_attachment: main commands start with their sandbox and wait for nobody";
         return Err(ApiError::new(Code::Unimplemented, "ATTACHMENT_NOT_AWAITED", text).into());
     }
+    unqualified(&message.name)?;
     let spec = message.spec.take().unwrap_or_default();
     let services = services::planned(&message.service_exposures)?;
     let (origin, spec_v1) = planned(api, &call, &workspace, &message.workload_template, &spec).await?;
@@ -119,6 +121,12 @@ pub async fn create(
         return Err(error.into());
     }
     with_urls(api, sandbox).await
+}
+
+/// A slash would name another workspace.
+pub(super) fn unqualified(name: &str) -> Result<(), ApiError> {
+    let problem = || format!("'{}': a name has no slash", clip(name).escape_debug());
+    if name.contains('/') { Err(ApiError::invalid("name", problem())) } else { Ok(()) }
 }
 
 /// What it is made from, and the spec in our words.
@@ -211,10 +219,8 @@ pub async fn delete(
         }
         named => named?,
     };
-    let target =
-        v1::Target { sandbox: named.key, request_id: message.request_id, ..v1::Target::default() };
-    let request =
-        v1::DeleteSandboxRequest { target: Some(target), allow_missing: message.allow_missing };
+    let target = v1::Target { sandbox: named.key, request_id: message.request_id, ..v1::Target::default() };
+    let request = v1::DeleteSandboxRequest { target: Some(target), allow_missing: message.allow_missing };
     let deleted = api.sandboxes().delete(call.ask(&named.workspace, request)).await?.into_inner();
     let outcome = match deleted.outcome() {
         Outcome::Completed => DeletionOutcome::Completed,

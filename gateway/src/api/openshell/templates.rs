@@ -13,7 +13,7 @@ use torpor_proto::{
     v1::{self, templates_server::Templates as _},
 };
 
-use super::{OpenShellApi, call::Call, wish};
+use super::{OpenShellApi, call::Call, sandboxes, wish};
 use crate::{
     api::sandboxes::page_size,
     error::ApiError,
@@ -50,7 +50,9 @@ fn planned(from: &os::SandboxWorkloadTemplateSpec) -> Result<v1::SandboxSpec, Ap
         ..os::SandboxSpec::default()
     };
     let mut spec = wish::spec(&spec)?;
-    if let Some(sizes) = wish::sizes(Some(resources.cpu), Some(resources.memory), "template.spec.workload.resources")? {
+    if let Some(sizes) =
+        wish::sizes(Some(resources.cpu), Some(resources.memory), "template.spec.workload.resources")?
+    {
         let to = spec.resources.get_or_insert_default();
         (to.cpus, to.memory_bytes) = (sizes.cpus, sizes.memory_bytes);
     }
@@ -167,9 +169,9 @@ pub async fn create(
     message: os::CreateSandboxTemplateRequest,
 ) -> Result<os::SandboxTemplateResponse, Status> {
     let workspace = call.present(&api.service, message.workspace_scope).await?;
-    let template =
-        message.template.ok_or_else(|| ApiError::invalid("template", "a template is needed"))?;
+    let template = message.template.ok_or_else(|| ApiError::invalid("template", "a template is needed"))?;
     let metadata = template.metadata.unwrap_or_default();
+    sandboxes::unqualified(&metadata.name)?;
     let spec = template.spec.unwrap_or_default();
     let request = v1::CreateTemplateRequest {
         name: metadata.name,
@@ -217,7 +219,9 @@ pub async fn list(
 ) -> Result<os::ListSandboxTemplatesResponse, Status> {
     let (scope, workspace, all) = call.scope(&api.service, message.workspace_scope).await?;
     let mut left = page_size(message.page_size)?;
-    let wrong = || StoreError::BadToken(format!("'{}' is not a page token of ours", message.page_token.escape_debug()));
+    let wrong = || {
+        StoreError::BadToken(format!("'{}' is not a page token of ours", message.page_token.escape_debug()))
+    };
     let (mut begin, mut inner) = (String::new(), String::new());
     if !message.page_token.is_empty() {
         let token = message.page_token.strip_prefix(PREFIX).and_then(|token| token.split_once('/'));

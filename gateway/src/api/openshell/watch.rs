@@ -41,7 +41,11 @@ impl Cursor {
     }
 
     fn text(&self) -> String {
-        if self.change.is_empty() { String::new() } else { format!("{PREFIX}{}.{}", self.version, self.change) }
+        if self.change.is_empty() {
+            String::new()
+        } else {
+            format!("{PREFIX}{}.{}", self.version, self.change)
+        }
     }
 }
 
@@ -93,7 +97,7 @@ impl Watcher {
         let follows = self.wanted.follow_status || self.wanted.follow_logs || self.wanted.follow_events;
         let mut pieces = self.open(self.wanted.log_tail_lines).await?;
         let mut lines = self.lines();
-        let mut ready = false;
+        let (mut ready, mut first) = (false, None);
         loop {
             tokio::select! {
                 change = changes.next() => {
@@ -102,21 +106,29 @@ impl Watcher {
                         Some(Err(status)) => return self.fail(status).await,
                         None => return Err(Over),
                     };
-                    if change.kind() == Kind::Synced {
-                        if !follows {
-                            return Err(Over);
+                    let change = match (change.kind(), first.take()) {
+                        // Its cursor comes when all present states were sent.
+                        (Kind::Snapshot, _) => {
+                            first = Some(change);
+                            continue;
                         }
-                        continue;
-                    }
+                        (Kind::Synced, Some(begun)) => v1::SandboxEvent { cursor: change.cursor, ..begun },
+                        (Kind::Synced, None) if follows => continue,
+                        (Kind::Synced, None) => return Err(Over),
+                        _ => change,
+                    };
                     let was_ready = std::mem::replace(&mut ready, is_ready(&change));
                     self.changed(change).await?;
+                    if !follows {
+                        return Err(Over);
+                    }
                     // It was woken: what it writes from now on.
                     if ready && !was_ready && pieces.is_none() {
                         (pieces, lines) = (self.open(0).await?, self.lines());
                     }
                 }
                 piece = next(&mut pieces) => match piece {
-                    Some(Ok(piece)) => self.say(lines.push(&piece.data)).await?,
+                    Some(Ok(piece)) => self.say(lines.push(&piece)).await?,
                     // At rest there is nothing to follow; the state says why.
                     Some(Err(_)) | None => {
                         pieces = None;
@@ -153,7 +165,8 @@ impl Watcher {
         let before = self.cursor.version;
         self.cursor = Cursor { change: change.cursor, version: sandbox.version };
         if kind == Kind::Deleted {
-            let gone = v1::SandboxStatus { phase: v1::Phase::Deleting.into(), ..v1::SandboxStatus::default() };
+            let gone =
+                v1::SandboxStatus { phase: v1::Phase::Deleting.into(), ..v1::SandboxStatus::default() };
             let sandbox = v1::Sandbox { status: Some(gone), ..sandbox };
             self.show(sandbox).await?;
             return Err(Over);
@@ -196,7 +209,8 @@ impl Watcher {
     }
 
     async fn say(&self, lines: Vec<os::SandboxLogLine>) -> Result<(), Over> {
-        for line in lines {
+        let since = self.wanted.since_time.as_ref();
+        for line in lines.into_iter().filter(|line| logs::after(line.event_time.as_ref(), since)) {
             self.send(Payload::Log(line)).await?;
         }
         Ok(())

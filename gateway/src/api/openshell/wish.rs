@@ -112,7 +112,10 @@ pub fn sizes(
     let cpus = cpu.map(|text| {
         let problem = || {
             let shown = text.escape_debug();
-            ApiError::invalid(&format!("{place}.cpu"), format!("'{shown}' is no number of CPUs, as in \"2\" or \"500m\""))
+            ApiError::invalid(
+                &format!("{place}.cpu"),
+                format!("'{shown}' is no number of CPUs, as in \"2\" or \"500m\""),
+            )
         };
         cpus(&text).ok_or_else(problem)
     });

@@ -1,0 +1,378 @@
+//! Requests to the API server: each bounded in time, in lanes, and with its failures told apart.
+//!
+//! kube's client tries 429, 503 and 504 again by itself, also creations: one that "exists already" under our own labels
+//! is our own.
+
+use std::{
+    future::Future,
+    sync::{PoisonError, RwLock},
+    time::Duration,
+};
+
+use kube::{
+    Api, Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+    core::{ApiResource, GroupVersionKind, Status},
+};
+use serde_json::Value;
+use tokio::{sync::Semaphore, time::timeout};
+use torpor_sandbox::{DriverError, words};
+
+use crate::{
+    config::{ConfigError, KubernetesConfig},
+    types::{Claim, Pod, Sandbox},
+};
+
+/// The group of the Sandbox kind.
+pub(crate) const GROUP: &str = "agents.x-k8s.io";
+/// Whom our fields belong to.
+pub(crate) const MANAGER: &str = "torpor";
+/// For one request with all its repeats.
+pub(crate) const LIMIT: Duration = Duration::from_secs(30);
+/// For a page of a list.
+pub(crate) const PAGE_LIMIT: Duration = Duration::from_secs(120);
+/// Requests at once of each lane.
+const FAST: usize = 48;
+const CREATE: usize = 16;
+const LIST: usize = 2;
+
+/// Requests wait among their own kind only: what ends or wakes a sandbox never stands behind creations and lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// Suspend, resume, delete, and looks.
+    Fast,
+    Create,
+    List,
+}
+
+/// Why the cluster did not do what it was asked for.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ApiError {
+    #[error("{what}: {} ({})", words::said(&status.message), status.code)]
+    Refused { what: String, status: Box<Status> },
+    #[error("the cluster's API server did not answer within {} s: {what}", after.as_secs())]
+    Silent { what: String, after: Duration },
+    #[error("the cluster's API server is not reached: {what}: {}", causes(source))]
+    Unreachable { what: String, source: Box<kube::Error> },
+    #[error("what the cluster answers can't be read: {what}: {source}")]
+    Garbled { what: String, source: Box<kube::Error> },
+    #[error(
+        "agent-sandbox is not installed in the cluster: it serves no version of {GROUP}; install its release manifests"
+    )]
+    Absent,
+}
+
+/// An error with everything under it, in one line.
+fn causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let more = cause.to_string();
+        if !text.contains(&more) {
+            text.push_str(": ");
+            text.push_str(&more);
+        }
+        next = cause.source();
+    }
+    words::said(&text)
+}
+
+impl ApiError {
+    fn new(what: &str, error: kube::Error) -> Self {
+        let what = what.to_owned();
+        match error {
+            kube::Error::Api(status) => Self::Refused { what, status },
+            kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) | kube::Error::BuildRequest(_) => {
+                Self::Garbled { what, source: Box::new(error) }
+            }
+            other => Self::Unreachable { what, source: Box::new(other) },
+        }
+    }
+
+    fn code(&self) -> u16 {
+        match self {
+            Self::Refused { status, .. } => status.code,
+            _ => 0,
+        }
+    }
+
+    fn reason(&self) -> &str {
+        match self {
+            Self::Refused { status, .. } => &status.reason,
+            _ => "",
+        }
+    }
+
+    /// The object is not there.
+    pub(crate) fn is_not_found(&self) -> bool {
+        self.code() == 404 && self.reason() == "NotFound"
+    }
+
+    /// The group or version is not served: told in plain text, which is no Status.
+    pub(crate) fn is_unknown_version(&self) -> bool {
+        self.code() == 404 && self.reason() != "NotFound"
+    }
+
+    pub(crate) fn is_exists(&self) -> bool {
+        self.code() == 409 && self.reason() == "AlreadyExists"
+    }
+
+    pub(crate) fn is_conflict(&self) -> bool {
+        self.code() == 409 && self.reason() != "AlreadyExists"
+    }
+
+    pub(crate) fn is_expired(&self) -> bool {
+        self.code() == 410
+    }
+
+    /// The API server is down, on its way up or down, overloaded, or hangs.
+    pub(crate) fn is_absence(&self) -> bool {
+        match self {
+            Self::Silent { .. } | Self::Unreachable { .. } => true,
+            Self::Refused { status, .. } => matches!(status.code, 429 | 500 | 502..=504),
+            Self::Garbled { .. } | Self::Absent => false,
+        }
+    }
+}
+
+impl From<ApiError> for DriverError {
+    fn from(error: ApiError) -> Self {
+        match &error {
+            _ if error.is_absence() => Self::Unreachable(error.to_string()),
+            ApiError::Absent => Self::Unsupported(error.to_string()),
+            ApiError::Refused { status, .. } if status.message.contains("exceeded quota") => {
+                Self::Exhausted(error.to_string())
+            }
+            ApiError::Refused { status, .. } if matches!(status.code, 400 | 422) => {
+                Self::Invalid(error.to_string())
+            }
+            ApiError::Refused { status, .. } if matches!(status.code, 401 | 403) => Self::backend(
+                "the gateway's service account may not do this; `torpor doctor --driver kubernetes` says what is missing",
+                error,
+            ),
+            _ => Self::backend("ask the cluster", error),
+        }
+    }
+}
+
+/// A version of the Sandbox kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Served {
+    V1beta1,
+    V1alpha1,
+}
+
+impl Served {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::V1beta1 => "v1beta1",
+            Self::V1alpha1 => "v1alpha1",
+        }
+    }
+
+    pub(crate) fn resource(self) -> ApiResource {
+        let kind = GroupVersionKind::gvk(GROUP, self.name(), "Sandbox");
+        ApiResource::from_gvk_with_plural(&kind, "sandboxes")
+    }
+}
+
+/// What discovery has found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    Version(Served),
+    Nothing,
+}
+
+pub(crate) struct Cluster {
+    pub(crate) client: Client,
+    pub(crate) url: String,
+    pub(crate) namespace: String,
+    found: RwLock<Option<Found>>,
+    fast: Semaphore,
+    create: Semaphore,
+    list: Semaphore,
+}
+
+impl std::fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cluster")
+            .field("url", &self.url)
+            .field("found", &self.found())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Cluster {
+    /// A client as the configuration says. Nothing is asked yet.
+    pub(crate) async fn open(config: &KubernetesConfig) -> Result<Self, ConfigError> {
+        let options = KubeConfigOptions { context: config.context.clone(), ..KubeConfigOptions::default() };
+        let found = match &config.kubeconfig {
+            Some(path) => {
+                let failed = |source: Box<dyn std::error::Error + Send + Sync>| ConfigError::Kubeconfig {
+                    path: path.clone(),
+                    source,
+                };
+                let file = Kubeconfig::read_from(path).map_err(|error| failed(error.into()))?;
+                Config::from_custom_kubeconfig(file, &options).await.map_err(|error| failed(error.into()))?
+            }
+            None if config.context.is_some() => Config::from_kubeconfig(&options)
+                .await
+                .map_err(|error| ConfigError::NoCluster { source: error.into() })?,
+            None => Config::infer().await.map_err(|error| ConfigError::NoCluster { source: error.into() })?,
+        };
+        let url = found.cluster_url.to_string();
+        let namespace = config.namespace.clone().unwrap_or_else(|| found.default_namespace.clone());
+        let client = Client::try_from(found).map_err(|error| ConfigError::Client(Box::new(error)))?;
+        Ok(Self {
+            client,
+            url,
+            namespace,
+            found: RwLock::default(),
+            fast: Semaphore::new(FAST),
+            create: Semaphore::new(CREATE),
+            list: Semaphore::new(LIST),
+        })
+    }
+
+    /// What discovery has found last; none when the cluster was never reached.
+    pub(crate) fn found(&self) -> Option<Found> {
+        *self.found.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next who needs it asks again.
+    pub(crate) fn forget(&self) {
+        *self.found.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// The version to speak.
+    pub(crate) async fn served(&self) -> Result<Served, ApiError> {
+        match self.found() {
+            Some(Found::Version(served)) => Ok(served),
+            // It may have been installed since.
+            Some(Found::Nothing) | None => self.discover().await,
+        }
+    }
+
+    /// Asks which versions there are.
+    pub(crate) async fn discover(&self) -> Result<Served, ApiError> {
+        let group = format!("/apis/{GROUP}");
+        let answer = self.raw::<Value>(Lane::Fast, &group).await;
+        let found = match answer {
+            Ok(group) => {
+                let versions: Vec<&str> = group["versions"]
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .filter_map(|v| v["version"].as_str())
+                    .collect();
+                let known = [Served::V1beta1, Served::V1alpha1];
+                let first = known.into_iter().find(|one| versions.contains(&one.name()));
+                first.map_or(Found::Nothing, Found::Version)
+            }
+            Err(error) if error.code() == 404 => Found::Nothing,
+            Err(error) => return Err(error),
+        };
+        let before = self.found.write().unwrap_or_else(PoisonError::into_inner).replace(found);
+        if before != Some(found) {
+            match found {
+                Found::Version(served) => {
+                    tracing::info!(version = served.name(), "the cluster serves Sandboxes")
+                }
+                Found::Nothing => tracing::warn!("the cluster serves no version of {GROUP}"),
+            }
+        }
+        match found {
+            Found::Version(served) => Ok(served),
+            Found::Nothing => Err(ApiError::Absent),
+        }
+    }
+
+    /// A GET of a path.
+    pub(crate) async fn raw<T: serde::de::DeserializeOwned>(
+        &self,
+        lane: Lane,
+        path: &str,
+    ) -> Result<T, ApiError> {
+        let what = format!("GET {path}");
+        let request = hyper::Request::get(path).body(Vec::new());
+        let request = request.map_err(|error| ApiError::new(&what, kube::Error::HttpError(error)))?;
+        self.call(lane, LIMIT, &what, self.client.request(request)).await
+    }
+
+    pub(crate) async fn sandboxes(&self, namespace: &str) -> Result<Api<Sandbox>, ApiError> {
+        let resource = self.served().await?.resource();
+        Ok(Api::namespaced_with(self.client.clone(), namespace, &resource))
+    }
+
+    pub(crate) fn pods(&self, namespace: &str) -> Api<Pod> {
+        let kind = GroupVersionKind::gvk("", "v1", "Pod");
+        let resource = ApiResource::from_gvk_with_plural(&kind, "pods");
+        Api::namespaced_with(self.client.clone(), namespace, &resource)
+    }
+
+    pub(crate) fn claims(&self, namespace: &str) -> Api<Claim> {
+        let kind = GroupVersionKind::gvk("", "v1", "PersistentVolumeClaim");
+        let resource = ApiResource::from_gvk_with_plural(&kind, "persistentvolumeclaims");
+        Api::namespaced_with(self.client.clone(), namespace, &resource)
+    }
+
+    /// One request within its lane and its time. What is asked of a version that is gone makes the next look anew.
+    pub(crate) async fn call<T>(
+        &self,
+        lane: Lane,
+        limit: Duration,
+        what: &str,
+        request: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T, ApiError> {
+        let lane = match lane {
+            Lane::Fast => &self.fast,
+            Lane::Create => &self.create,
+            Lane::List => &self.list,
+        };
+        let work = async {
+            // Never closed.
+            let _place = lane.acquire().await;
+            request.await
+        };
+        let done = match timeout(limit, work).await {
+            Ok(done) => done.map_err(|error| ApiError::new(what, error)),
+            Err(_) => Err(ApiError::Silent { what: what.to_owned(), after: limit }),
+        };
+        if let Err(error) = &done
+            && error.is_unknown_version()
+        {
+            self.forget();
+        }
+        done
+    }
+
+    /// A request about Sandboxes of a namespace, asked again in the version that there is now when its own is gone.
+    pub(crate) async fn on_sandboxes<T, F>(
+        &self,
+        lane: Lane,
+        namespace: &str,
+        what: &str,
+        ask: impl Fn(Api<Sandbox>) -> F,
+    ) -> Result<T, ApiError>
+    where
+        F: Future<Output = Result<T, kube::Error>>,
+    {
+        let api = self.sandboxes(namespace).await?;
+        match self.call(lane, LIMIT, what, ask(api)).await {
+            Err(error) if error.is_unknown_version() => {
+                let api = self.sandboxes(namespace).await?;
+                self.call(lane, LIMIT, what, ask(api)).await
+            }
+            done => done,
+        }
+    }
+}
+
+/// None for what is not there.
+pub(crate) fn if_there<T>(done: Result<T, ApiError>) -> Result<Option<T>, ApiError> {
+    match done {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.is_not_found() => Ok(None),
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,212 @@
+//! What the kubernetes driver is told at its start.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use serde_json::{Map, Value};
+
+/// Fields of a pod that a configuration may set beside what the driver sets itself. Nothing among them gives a sandbox
+/// the node's file system, processes or network, or takes its confinement away.
+pub const PASSED: [&str; 10] = [
+    "affinity",
+    "dnsConfig",
+    "dnsPolicy",
+    "hostAliases",
+    "imagePullSecrets",
+    "priorityClassName",
+    "preemptionPolicy",
+    "schedulerName",
+    "tolerations",
+    "topologySpreadConstraints",
+];
+
+/// The configuration of the kubernetes driver.
+#[derive(Clone, Debug)]
+pub struct KubernetesConfig {
+    /// Durable: `kubernetes/`.
+    pub state_dir: PathBuf,
+    /// A kubeconfig file; none: what `KUBECONFIG` or ~/.kube/config says, else the pod's own service account.
+    pub kubeconfig: Option<PathBuf>,
+    /// A context of it; none: the current one.
+    pub context: Option<String>,
+    /// Where sandboxes are made; none: the context's namespace.
+    pub namespace: Option<String>,
+    /// Namespaces of workspaces that have their own, by the workspace's name.
+    pub namespaces: BTreeMap<String, String>,
+    /// The image whose program /torpor-agent is the static agent.
+    pub agent_image: String,
+    /// Of the claims that the driver makes; none: the cluster's default.
+    pub storage_class: Option<String>,
+    /// Of every pod ("kata"); none: the cluster's default.
+    pub runtime_class: Option<String>,
+    /// Of every pod.
+    pub node_selector: BTreeMap<String, String>,
+    /// Of every pod; its token is not mounted. None: the namespace's default.
+    pub service_account: Option<String>,
+    /// Where the workspace is mounted: all that lasts of a sandbox.
+    pub mount_path: String,
+    /// Size of a workspace that asks for none, bytes.
+    pub workspace_bytes: u64,
+    /// The workspace is a claim template of the Sandbox object: owned by it, and gone when anybody deletes it.
+    pub claim_templates: bool,
+    /// Fields that every pod has beside: those of [`PASSED`] only.
+    pub pod: Map<String, Value>,
+    /// How long a pod may take from its start to an agent that answers.
+    pub start_timeout: Duration,
+    /// How long a pod may take to be gone after its grace has run out.
+    pub stop_margin: Duration,
+    /// How often what the watches have told is compared with all that there is.
+    pub compare_every: Duration,
+}
+
+impl KubernetesConfig {
+    /// A configuration with the defaults for everything but the paths and the agent's image.
+    pub fn new(state_dir: impl Into<PathBuf>, agent_image: impl Into<String>) -> Self {
+        Self {
+            state_dir: state_dir.into(),
+            kubeconfig: None,
+            context: None,
+            namespace: None,
+            namespaces: BTreeMap::new(),
+            agent_image: agent_image.into(),
+            storage_class: None,
+            runtime_class: None,
+            node_selector: BTreeMap::new(),
+            service_account: None,
+            mount_path: "/workspace".to_owned(),
+            workspace_bytes: 10 << 30,
+            claim_templates: false,
+            pod: Map::new(),
+            start_timeout: Duration::from_secs(120),
+            stop_margin: Duration::from_secs(30),
+            compare_every: Duration::from_secs(300),
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), ConfigError> {
+        let wrong = |key, problem: String| Err(ConfigError::Value { key, problem });
+        if !self.state_dir.is_absolute() {
+            return wrong("state_dir", format!("'{}' is not an absolute path", self.state_dir.display()));
+        }
+        if self.agent_image.trim().is_empty() {
+            return wrong(
+                "agent_image",
+                "an image with the static agent as /torpor-agent is needed".to_owned(),
+            );
+        }
+        let path = &self.mount_path;
+        let clean = path.starts_with('/') && path.len() > 1 && !path.split('/').any(|part| part == "..");
+        if !clean || path.contains(':') || path.starts_with("/.torpor") {
+            return wrong("mount_path", format!("'{}' is no folder below the root", path.escape_debug()));
+        }
+        if self.workspace_bytes == 0 {
+            return wrong("workspace_bytes", "at least one byte".to_owned());
+        }
+        for namespace in self.namespaces.values().chain(&self.namespace) {
+            if !is_label(namespace) {
+                let problem = format!("'{}' is not the name of a namespace", namespace.escape_debug());
+                return wrong("namespace", problem);
+            }
+        }
+        match self.pod.keys().find(|key| !PASSED.contains(&key.as_str())) {
+            Some(key) => {
+                let problem =
+                    format!("'{key}' is not among the fields that are passed on: {}", PASSED.join(", "));
+                wrong("pod", problem)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// RFC 1123 label, as names of namespaces and claims are.
+pub(crate) fn is_label(text: &str) -> bool {
+    let letter = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+    let bytes = text.as_bytes();
+    (1..=63).contains(&bytes.len())
+        && bytes.iter().all(|b| letter(b) || *b == b'-')
+        && bytes.first().is_some_and(letter)
+        && bytes.last().is_some_and(letter)
+}
+
+/// Why the driver can't be made from its configuration.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A value is not possible.
+    #[error("[kubernetes] {key}: {problem}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// What is wrong and what is allowed.
+        problem: String,
+    },
+    /// No cluster is named anywhere.
+    #[error(
+        "no cluster is configured: name a kubeconfig file by `kubeconfig` under [kubernetes], or run the gateway in the cluster: {source}"
+    )]
+    NoCluster {
+        /// What was tried.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The kubeconfig file can't be used.
+    #[error("kubeconfig {}: {source}", path.display())]
+    Kubeconfig {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// No client can be made for the cluster.
+    #[error("client of the cluster: {0}")]
+    Client(#[source] Box<kube::Error>),
+    /// A file or folder can't be made.
+    #[error("{what} {}: {source}", path.display())]
+    File {
+        /// What was attempted.
+        what: &'static str,
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_that_would_open_the_node_is_not_passed_on() {
+        let mut config = KubernetesConfig::new("/s", "agent:1");
+        config.validate().unwrap();
+        config.pod.insert("tolerations".to_owned(), serde_json::json!([]));
+        config.validate().unwrap();
+        for key in
+            ["hostNetwork", "hostPID", "containers", "volumes", "securityContext", "serviceAccountName"]
+        {
+            let mut config = config.clone();
+            config.pod.insert(key.to_owned(), Value::Bool(true));
+            let error = config.validate().unwrap_err().to_string();
+            assert!(error.contains(key) && error.contains("tolerations"), "{error}");
+        }
+    }
+
+    #[test]
+    fn values_that_can_not_work_are_refused_by_their_key() {
+        type Case = (&'static str, fn(&mut KubernetesConfig));
+        let cases: [Case; 6] = [
+            ("state_dir", |c| c.state_dir = "relative".into()),
+            ("agent_image", |c| c.agent_image = " ".into()),
+            ("mount_path", |c| c.mount_path = "/".into()),
+            ("mount_path", |c| c.mount_path = "/a/../b".into()),
+            ("mount_path", |c| c.mount_path = "/.torpor".into()),
+            ("namespace", |c| c.namespace = Some("Not_a_label".into())),
+        ];
+        for (key, spoil) in cases {
+            let mut config = KubernetesConfig::new("/s", "agent:1");
+            spoil(&mut config);
+            let error = config.validate().unwrap_err().to_string();
+            assert!(error.contains(key), "{error}");
+        }
+    }
+}

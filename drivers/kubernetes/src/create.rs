@@ -1,0 +1,345 @@
+//! Create, delete, and what there is of either.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use kube::{
+    Api,
+    api::{DeleteParams, ListParams, PostParams, Preconditions, PropagationPolicy},
+    core::{ApiResource, DynamicObject, GroupVersionKind},
+};
+use serde_json::Value;
+use tokio::time::Instant;
+use torpor_sandbox::{Change, DriverError, Run, SandboxId, SandboxSpec, failpoint::hit};
+
+use crate::{
+    cache::News,
+    client::{ApiError, LIMIT, Lane, MANAGER, PAGE_LIMIT, if_there},
+    driver::Inner,
+    manifest,
+    types::{Claim, GATEWAY, Sandbox, claim_name, id_of, name},
+};
+
+/// Claims of one page.
+const PAGE: u32 = 500;
+/// How long a claim may take to be gone: nothing uses it any more.
+const CLAIM_GONE: Duration = Duration::from_secs(30);
+/// Pauses between two looks at a claim, which is not watched.
+const LOOK: Duration = Duration::from_millis(200);
+/// Tries at a deletion whose object is being replaced.
+const TRIES: usize = 5;
+
+impl Inner {
+    pub(crate) async fn create(
+        self: &Arc<Self>,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        _run: Run,
+    ) -> Result<Change, DriverError> {
+        let turn = self.turn(id).await;
+        let (inner, wanted, spec) = (self.clone(), id.clone(), spec.clone());
+        self.step(id, &turn, async move { inner.make(&wanted, &spec).await }).await
+    }
+
+    async fn make(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+        // Nothing is written for a cluster that has no such thing as a Sandbox.
+        self.cluster.served().await?;
+        let namespace = self.namespace_for(&spec.workspace);
+        let noted = self.store.write(id, spec)?;
+        hit("kubernetes.create.noted")?;
+        let made_claim = if manifest::has_own_claim(&self.config, spec) {
+            self.make_claim(id, spec, &namespace).await?
+        } else {
+            false
+        };
+        hit("kubernetes.create.claimed")?;
+        let made = self.make_sandbox(id, spec, &namespace).await?;
+        hit("kubernetes.create.made")?;
+        Ok(if made || made_claim { Change::Done } else { noted })
+    }
+
+    /// True when it was made; one of ours that is there already is as good.
+    async fn make_claim(
+        &self,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        namespace: &str,
+    ) -> Result<bool, DriverError> {
+        let api = self.cluster.claims(namespace);
+        let object = claim_name(id);
+        if let Some(found) = self.get_claim(&api, &object).await? {
+            return self.ours_or_refuse(
+                found.metadata.deletion_timestamp.is_some(),
+                self.is_ours(&found.metadata, id),
+                &object,
+            );
+        }
+        let claim = manifest::claim(&self.config, id, &self.store.identity, spec);
+        let kind = GroupVersionKind::gvk("", "v1", "PersistentVolumeClaim");
+        let resource = ApiResource::from_gvk_with_plural(&kind, "persistentvolumeclaims");
+        let made = self.post(&format!("create the claim {object}"), namespace, &resource, claim).await;
+        match made {
+            Ok(_) => Ok(true),
+            Err(error) if error.is_exists() => match self.get_claim(&api, &object).await? {
+                Some(found) => {
+                    let going = found.metadata.deletion_timestamp.is_some();
+                    self.ours_or_refuse(going, self.is_ours(&found.metadata, id), &object)
+                }
+                None => Err(error.into()),
+            },
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn ours_or_refuse(&self, going: bool, ours: bool, object: &str) -> Result<bool, DriverError> {
+        match (going, ours) {
+            (false, true) => Ok(false),
+            (true, _) => Err(DriverError::backend("create", format!("{object} is still being deleted"))),
+            (_, false) => {
+                Err(DriverError::Invalid(format!("{object} is there already and belongs to somebody else")))
+            }
+        }
+    }
+
+    async fn post(
+        &self,
+        what: &str,
+        namespace: &str,
+        resource: &ApiResource,
+        object: Value,
+    ) -> Result<DynamicObject, ApiError> {
+        let object: DynamicObject = serde_json::from_value(object).map_err(|error| ApiError::Garbled {
+            what: what.to_owned(),
+            source: Box::new(kube::Error::SerdeError(error)),
+        })?;
+        let api: Api<DynamicObject> = Api::namespaced_with(self.cluster.client.clone(), namespace, resource);
+        let params = PostParams { field_manager: Some(MANAGER.to_owned()), ..PostParams::default() };
+        self.cluster.call(Lane::Create, LIMIT, what, api.create(&params, &object)).await
+    }
+
+    async fn make_sandbox(
+        &self,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        namespace: &str,
+    ) -> Result<bool, DriverError> {
+        let object_name = name(id);
+        if let Some(found) = self.get_sandbox(id).await? {
+            return self.ours_or_refuse(found.metadata.deletion_timestamp.is_some(), true, &object_name);
+        }
+        let what = format!("create the sandbox {object_name}");
+        let mut made = Err(ApiError::Absent);
+        for _ in 0..2 {
+            let served = self.cluster.served().await?;
+            let object = manifest::sandbox(served, &self.config, id, &self.store.identity, spec);
+            made = self.post(&what, namespace, &served.resource(), object).await;
+            // Another version by now: once more in that one.
+            if !made.as_ref().is_err_and(ApiError::is_unknown_version) {
+                break;
+            }
+        }
+        match made {
+            Ok(made) => {
+                if let Ok(made) = serde_json::to_value(&made).and_then(serde_json::from_value::<Sandbox>) {
+                    self.saw(id, namespace, News::Sandbox((&made).into()));
+                }
+                Ok(true)
+            }
+            // Of a try before whose answer was lost, or kube's own.
+            Err(error) if error.is_exists() => match self.get_sandbox(id).await? {
+                Some(found) => {
+                    self.ours_or_refuse(found.metadata.deletion_timestamp.is_some(), true, &object_name)
+                }
+                None => self.ours_or_refuse(false, false, &object_name),
+            },
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    pub(crate) async fn get_claim(&self, api: &Api<Claim>, object: &str) -> Result<Option<Claim>, ApiError> {
+        let what = format!("get the claim {object}");
+        if_there(self.cluster.call(Lane::Fast, LIMIT, &what, api.get(object)).await)
+    }
+
+    pub(crate) async fn delete(self: &Arc<Self>, id: &SandboxId) -> Result<Change, DriverError> {
+        let turn = self.turn(id).await;
+        let known = self.store.exists(id);
+        self.unhear(id);
+        let (inner, wanted) = (self.clone(), id.clone());
+        let removed = self.step(id, &turn, async move { inner.remove(&wanted).await }).await;
+        match removed {
+            // What has no folder here has nothing in the cluster; a cluster that is gone keeps nobody.
+            Err(DriverError::Unreachable(_) | DriverError::Unsupported(_)) if !known => Ok(Change::Already),
+            Err(error) => Err(error),
+            Ok(some) => Ok(if some || known { Change::Done } else { Change::Already }),
+        }
+    }
+
+    /// Removes the Sandbox with its pod, then the claim, then what is ours here. True when there was anything.
+    async fn remove(&self, id: &SandboxId) -> Result<bool, DriverError> {
+        let namespace = self.namespace_of(id)?;
+        let had_sandbox = match self.remove_sandbox(id, &namespace).await {
+            // Without the kind there is no object of it.
+            Err(DriverError::Unsupported(_)) => false,
+            done => done?,
+        };
+        hit("kubernetes.delete.removed")?;
+        let had_claim = self.remove_claim(id, &namespace).await?;
+        hit("kubernetes.delete.unclaimed")?;
+        self.store.delete(id)?;
+        self.failures.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(id);
+        Ok(had_sandbox || had_claim)
+    }
+
+    async fn remove_sandbox(&self, id: &SandboxId, namespace: &str) -> Result<bool, DriverError> {
+        let object = name(id);
+        let mut grace = Duration::from_secs(30);
+        for attempt in 0.. {
+            let Some(found) = self.get_sandbox(id).await? else {
+                if attempt == 0 && !self.has_pod(id) {
+                    return Ok(false);
+                }
+                break;
+            };
+            if let Some(pod) = self.cache.view(id).pod {
+                grace = Duration::from_secs(pod.grace);
+            }
+            if found.metadata.deletion_timestamp.is_none() {
+                let params = DeleteParams {
+                    propagation_policy: Some(PropagationPolicy::Foreground),
+                    preconditions: Some(Preconditions {
+                        uid: found.metadata.uid.clone(),
+                        resource_version: None,
+                    }),
+                    ..DeleteParams::default()
+                };
+                let what = format!("delete the sandbox {object}");
+                let asked = self.cluster.on_sandboxes(Lane::Fast, namespace, &what, |api| {
+                    let (object, params) = (object.clone(), params.clone());
+                    async move { api.delete(&object, &params).await.map(drop) }
+                });
+                match asked.await {
+                    Ok(()) => {}
+                    Err(error) if error.is_not_found() => break,
+                    // Another one of that name by now.
+                    Err(error) if error.is_conflict() && attempt < TRIES => continue,
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            break;
+        }
+        hit("kubernetes.delete.asked")?;
+        self.see_gone(id, grace + self.config.stop_margin).await?;
+        Ok(true)
+    }
+
+    fn has_pod(&self, id: &SandboxId) -> bool {
+        self.cache.view(id).pod.is_some()
+    }
+
+    /// Waits until object and pod are gone, and sees it.
+    async fn see_gone(&self, id: &SandboxId, limit: Duration) -> Result<(), DriverError> {
+        let end = Instant::now() + limit;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let gone =
+                self.until(id, left, |view| (view.sandbox.is_none() && view.pod.is_none()).then_some(()));
+            if gone.await?.is_none() {
+                let view = self.ask(id).await?;
+                let node = view.pod.map(|pod| pod.node).filter(|node| !node.is_empty());
+                let node = node.map(|node| format!("; its pod is on node {node}")).unwrap_or_default();
+                let text = format!("{} is not gone after {} s{node}", name(id), limit.as_secs());
+                return Err(DriverError::backend("delete", text));
+            }
+            let view = self.ask(id).await?;
+            if view.sandbox.is_none() && view.pod.is_none() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Removes the workspace's claim, if it is ours. What belongs to others is never touched.
+    async fn remove_claim(&self, id: &SandboxId, namespace: &str) -> Result<bool, DriverError> {
+        let (api, object) = (self.cluster.claims(namespace), claim_name(id));
+        let end = Instant::now() + CLAIM_GONE;
+        let mut asked = false;
+        loop {
+            let Some(found) = self.get_claim(&api, &object).await? else { return Ok(asked) };
+            if !self.is_ours(&found.metadata, id) {
+                return Ok(asked);
+            }
+            if found.metadata.deletion_timestamp.is_none() {
+                let uid = found.metadata.uid.clone();
+                let preconditions = Some(Preconditions { uid, resource_version: None });
+                let params = DeleteParams { preconditions, ..DeleteParams::default() };
+                let what = format!("delete the claim {object}");
+                let done = self.cluster.call(Lane::Fast, LIMIT, &what, api.delete(&object, &params)).await;
+                match done {
+                    Ok(_) => {}
+                    Err(error) if error.is_not_found() || error.is_conflict() => {}
+                    Err(error) => return Err(error.into()),
+                }
+            } else if Instant::now() >= end {
+                let text = format!("the claim {object} is still in use");
+                return Err(DriverError::backend("delete", text));
+            } else {
+                tokio::time::sleep(LOOK).await;
+            }
+            asked = true;
+        }
+    }
+
+    /// Every sandbox that has an object, a claim or a folder.
+    pub(crate) async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
+        let mut all: BTreeSet<SandboxId> = self.store.list()?.into_iter().collect();
+        if self.cache.is_live() {
+            all.extend(self.cache.ids());
+        } else {
+            for namespace in self.namespaces() {
+                match self.cluster.sandboxes(&namespace).await {
+                    Ok(api) => self.list_ids(&api, "sandboxes", &namespace, &mut all).await?,
+                    Err(ApiError::Absent) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+        }
+        for namespace in self.namespaces() {
+            let api = self.cluster.claims(&namespace);
+            self.list_ids(&api, "claims", &namespace, &mut all).await?;
+        }
+        Ok(all.into_iter().collect())
+    }
+
+    /// The ids of one kind, by its metadata, page by page.
+    async fn list_ids<K>(
+        &self,
+        api: &Api<K>,
+        kind: &str,
+        namespace: &str,
+        all: &mut BTreeSet<SandboxId>,
+    ) -> Result<(), DriverError>
+    where
+        K: kube::Resource + Clone + serde::de::DeserializeOwned + std::fmt::Debug,
+    {
+        let identity = &self.store.identity;
+        let mut params = ListParams::default().labels(&format!("{GATEWAY}={identity}")).limit(PAGE);
+        let what = format!("list the {kind} of {namespace}");
+        let mut fresh = true;
+        loop {
+            let page =
+                match self.cluster.call(Lane::List, PAGE_LIMIT, &what, api.list_metadata(&params)).await {
+                    // Once more from the beginning: what is known by now is true all the same.
+                    Err(error) if error.is_expired() && fresh => {
+                        fresh = false;
+                        params.continue_token = None;
+                        continue;
+                    }
+                    page => page?,
+                };
+            all.extend(page.items.iter().filter_map(|object| id_of(&object.metadata, identity)));
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params.continue_token = Some(token),
+                None => return Ok(()),
+            }
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! What a cluster lacks for running sandboxes, and what to do about it. Looks only.
+
+use kube::{
+    Api,
+    api::ListParams,
+    core::{ApiResource, DynamicObject, GroupVersionKind},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    client::{ApiError, Cluster, Found, GROUP, LIMIT, Lane},
+    config::{ConfigError, KubernetesConfig},
+};
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// As it should be.
+    Ok,
+    /// Works, with less.
+    Warn,
+    /// Sandboxes can't run.
+    Fail,
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// What ("agent-sandbox").
+    pub name: &'static str,
+    /// How bad.
+    pub level: Level,
+    /// What was found.
+    pub finding: String,
+    /// What to do; empty when nothing is to be done.
+    pub advice: String,
+}
+
+fn finding(
+    name: &'static str,
+    level: Level,
+    finding: impl Into<String>,
+    advice: impl Into<String>,
+) -> Finding {
+    Finding { name, level, finding: finding.into(), advice: advice.into() }
+}
+
+/// The rights without which sandboxes can't run: group, resource, subresource, verbs.
+const NEEDED: [(&str, &str, &str, &[&str]); 4] = [
+    (GROUP, "sandboxes", "", &["get", "list", "watch", "create", "patch", "delete"]),
+    ("", "pods", "", &["get", "list", "watch"]),
+    ("", "persistentvolumeclaims", "", &["get", "list", "create", "delete"]),
+    ("", "pods", "exec", &["get", "create"]),
+];
+/// Those that are missed by people only.
+const NICE: [(&str, &str, &str, &[&str]); 1] = [("", "pods", "log", &["get"])];
+
+/// Every right that the driver uses: "create sandboxes".
+pub fn rights() -> Vec<String> {
+    let all = NEEDED.iter().chain(&NICE).flat_map(|(_, resource, sub, verbs)| {
+        let of = if sub.is_empty() { (*resource).to_owned() } else { format!("{resource}/{sub}") };
+        verbs.iter().map(move |verb| format!("{verb} {of}"))
+    });
+    all.collect()
+}
+
+/// Looks at everything that the driver needs of a cluster.
+///
+/// # Errors
+/// As `KubernetesDriver::new`.
+pub async fn diagnose(config: &KubernetesConfig) -> Result<Vec<Finding>, ConfigError> {
+    config.validate()?;
+    let cluster = Cluster::open(config).await?;
+    let mut all = Vec::new();
+    match cluster.raw::<Value>(Lane::Fast, "/version").await {
+        Ok(version) => {
+            let text = version["gitVersion"].as_str().unwrap_or("an unknown version");
+            all.push(finding("cluster", Level::Ok, format!("{text} at {}", cluster.url), ""));
+        }
+        Err(error) => {
+            let advice = "look at `kubeconfig` and `context` under [kubernetes], or at the cluster";
+            all.push(finding("cluster", Level::Fail, error.to_string(), advice));
+            return Ok(all);
+        }
+    }
+    all.push(versions(&cluster).await);
+    let mut namespaces: Vec<String> = config.namespaces.values().cloned().collect();
+    namespaces.push(cluster.namespace.clone());
+    namespaces.sort();
+    namespaces.dedup();
+    for namespace in namespaces {
+        all.push(rights_in(&cluster, &namespace).await);
+    }
+    let storage = ("storage.k8s.io", "StorageClass", "storageclasses");
+    all.push(class(&cluster, "storage-class", storage, config.storage_class.as_deref()).await);
+    let runtime = ("node.k8s.io", "RuntimeClass", "runtimeclasses");
+    all.push(class(&cluster, "runtime-class", runtime, config.runtime_class.as_deref()).await);
+    all.push(finding("agent-image", Level::Ok, config.agent_image.clone(), ""));
+    Ok(all)
+}
+
+async fn versions(cluster: &Cluster) -> Finding {
+    let name = "agent-sandbox";
+    let found = cluster.discover().await;
+    match (found, cluster.found()) {
+        (Ok(served), _) => {
+            let all = cluster.raw::<Value>(Lane::Fast, &format!("/apis/{GROUP}")).await.unwrap_or_default();
+            let all: Vec<&str> = all["versions"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter_map(|v| v["version"].as_str())
+                .collect();
+            let text = format!("serves {}; {} is used", all.join(" and "), served.name());
+            if served.name() == "v1alpha1" {
+                let advice = "update agent-sandbox to 0.5.4 or later: v1alpha1 is gone from 1.0 on";
+                return finding(name, Level::Warn, text, advice);
+            }
+            finding(name, Level::Ok, text, "")
+        }
+        (Err(_), Some(Found::Nothing)) => finding(
+            name,
+            Level::Fail,
+            ApiError::Absent.to_string(),
+            "kubectl apply -f the release's manifest.yaml",
+        ),
+        (Err(error), _) => finding(name, Level::Fail, error.to_string(), ""),
+    }
+}
+
+/// Every right, asked for one by one: nothing else tells what a role comes to.
+async fn rights_in(cluster: &Cluster, namespace: &str) -> Finding {
+    let name = "rights";
+    let mut missing = Vec::new();
+    let mut missed = Vec::new();
+    let (mut asked, mut failed) = (0, None);
+    for (needed, of) in [(true, NEEDED.as_slice()), (false, NICE.as_slice())] {
+        for (group, resource, sub, verbs) in of {
+            for verb in *verbs {
+                asked += 1;
+                match may(cluster, namespace, group, resource, sub, verb).await {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        let sub = if sub.is_empty() { String::new() } else { format!("/{sub}") };
+                        let list = if needed { &mut missing } else { &mut missed };
+                        list.push(format!("{verb} {resource}{sub}"));
+                    }
+                    Err(error) => failed = Some(error.to_string()),
+                }
+            }
+        }
+    }
+    let advice =
+        format!("bind the Role of deploy/kubernetes/rbac.yaml in {namespace} to the gateway's account");
+    if let Some(failed) = failed {
+        return finding(name, Level::Warn, format!("not known in {namespace}: {failed}"), advice);
+    }
+    if !missing.is_empty() {
+        return finding(name, Level::Fail, format!("missing in {namespace}: {}", missing.join(", ")), advice);
+    }
+    if !missed.is_empty() {
+        let text = format!("missing in {namespace}, for consoles only: {}", missed.join(", "));
+        return finding(name, Level::Warn, text, advice);
+    }
+    finding(name, Level::Ok, format!("all {asked} are there in {namespace}"), "")
+}
+
+async fn may(
+    cluster: &Cluster,
+    namespace: &str,
+    group: &str,
+    resource: &str,
+    sub: &str,
+    verb: &str,
+) -> Result<bool, ApiError> {
+    let what = format!("ask for the right to {verb} {resource}");
+    let body = json!({
+        "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "metadata": {},
+        "spec": {"resourceAttributes": {
+            "namespace": namespace, "group": group, "resource": resource, "subresource": sub, "verb": verb,
+        }},
+    });
+    let request = hyper::Request::post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews")
+        .header("Content-Type", "application/json")
+        .body(body.to_string().into_bytes())
+        .map_err(|error| ApiError::Unreachable {
+            what: what.clone(),
+            source: Box::new(kube::Error::HttpError(error)),
+        })?;
+    let answer: Value = cluster.call(Lane::Fast, LIMIT, &what, cluster.client.request(request)).await?;
+    Ok(answer["status"]["allowed"] == json!(true))
+}
+
+/// Whether a class that is named is there.
+async fn class(
+    cluster: &Cluster,
+    name: &'static str,
+    (group, kind, plural): (&str, &str, &str),
+    wanted: Option<&str>,
+) -> Finding {
+    let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, "v1", kind), plural);
+    let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &resource);
+    let listed =
+        cluster.call(Lane::List, LIMIT, &format!("list {plural}"), api.list(&ListParams::default())).await;
+    let there: Vec<String> = match listed {
+        Ok(list) => list.items.into_iter().filter_map(|one| one.metadata.name).collect(),
+        Err(error) => {
+            let text = format!("not known: {error}");
+            return match wanted {
+                Some(_) => {
+                    finding(name, Level::Warn, text, "let the gateway's account list them, or ask an admin")
+                }
+                None => finding(name, Level::Ok, text, ""),
+            };
+        }
+    };
+    let shown = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
+    match wanted {
+        Some(wanted) if there.iter().any(|one| one == wanted) => {
+            finding(name, Level::Ok, format!("{wanted}, of {shown}"), "")
+        }
+        Some(wanted) => finding(
+            name,
+            Level::Fail,
+            format!("'{wanted}' is not there: {shown}"),
+            "install it, or name another one",
+        ),
+        None if name == "runtime-class" => {
+            let advice = "pods share their nodes' kernels; name a class of microVMs by `runtime_class` (Kata Containers)";
+            finding(name, Level::Warn, format!("none is named; there: {shown}"), advice)
+        }
+        None if there.is_empty() => finding(
+            name,
+            Level::Warn,
+            "none is there: workspaces stay unbound",
+            "install a storage provisioner",
+        ),
+        None => finding(name, Level::Ok, format!("the cluster's default; there: {shown}"), ""),
+    }
+}

@@ -1,0 +1,346 @@
+//! The driver: what its verbs share, and the trait.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    future::Future,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use tokio::{
+    sync::{OwnedMutexGuard, broadcast},
+    task::AbortHandle,
+    time::Instant,
+};
+use tonic::transport::Channel;
+use torpor_sandbox::{
+    Capabilities, Change, ComputeDriver, DriverError, Facts, ImageCare, Keep, Observed, Run, SandboxId,
+    SandboxSpec, Stopped,
+    driver::{HostFacts, Word, word_of},
+};
+
+use crate::{
+    cache::{self, Cache, News},
+    client::{ApiError, Cluster, Found, LIMIT, Lane, if_there},
+    config::{ConfigError, KubernetesConfig},
+    live, manifest,
+    store::Store,
+    types::{Pod, Sandbox, name},
+};
+
+/// Hints that nobody has read yet; more are dropped, oldest first.
+const HINTS: usize = 65_536;
+/// So many sandboxes' locks are kept before those that nobody uses are let go.
+const MANY_LOCKS: usize = 4096;
+/// The end of a pod's log that is asked for, bytes at most.
+const LOG_LIMIT: usize = 64 << 10;
+
+/// One sandbox's locks.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Locks {
+    /// Held by a verb and by its steps: these go on when the verb is dropped, and the next one must wait.
+    verb: Arc<tokio::sync::Mutex<()>>,
+    /// Held by a step that changes something: while it lasts, nobody can tell the truth.
+    pub(crate) step: Arc<tokio::sync::Mutex<()>>,
+}
+
+impl Locks {
+    fn in_use(&self) -> bool {
+        [&self.verb, &self.step].iter().any(|lock| Arc::strong_count(lock) > 1)
+    }
+}
+
+/// What lets a verb's steps run.
+pub(crate) type Turn = Arc<OwnedMutexGuard<()>>;
+
+/// Pods of a sandbox that failed by themselves, one after the other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Failures {
+    pub(crate) count: u32,
+    pub(crate) run: Run,
+    pub(crate) last: Instant,
+}
+
+/// What the verbs and their steps share.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) config: KubernetesConfig,
+    pub(crate) cluster: Cluster,
+    pub(crate) cache: Cache,
+    pub(crate) store: Store,
+    pub(crate) hints: broadcast::Sender<SandboxId>,
+    pub(crate) live: live::Map,
+    pub(crate) failures: Mutex<HashMap<SandboxId, Failures>>,
+    locks: Mutex<HashMap<SandboxId, Locks>>,
+}
+
+/// Runs sandboxes as Sandbox objects of one cluster.
+#[derive(Debug)]
+pub struct KubernetesDriver {
+    inner: Arc<Inner>,
+    tasks: Vec<AbortHandle>,
+}
+
+impl Drop for KubernetesDriver {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(AbortHandle::abort);
+        // Pods go on; another driver hears their agents.
+        self.inner.unhear_all();
+    }
+}
+
+impl KubernetesDriver {
+    /// A driver for the objects that belong to the state directory of `config`. The cluster need not be there yet.
+    /// Starts and stops nothing.
+    ///
+    /// # Errors
+    /// A value of the configuration that can't work, no cluster that is named, or a file that can't be read or made.
+    pub async fn new(config: KubernetesConfig) -> Result<Arc<Self>, ConfigError> {
+        config.validate()?;
+        let cluster = Cluster::open(&config).await?;
+        let store = Store::open(&config.state_dir)?;
+        let (hints, _) = broadcast::channel(HINTS);
+        let inner = Arc::new(Inner {
+            config,
+            cluster,
+            cache: Cache::default(),
+            store,
+            hints,
+            live: live::Map::default(),
+            failures: Mutex::default(),
+            locks: Mutex::default(),
+        });
+        let mut tasks = cache::watch_all(&inner);
+        tasks.push(tokio::spawn(live::tidy(inner.clone())).abort_handle());
+        Ok(Arc::new(Self { inner, tasks }))
+    }
+
+    /// How many sandboxes the watches have told of, when all of them are open: for measurements.
+    pub fn watched(&self) -> Option<usize> {
+        self.inner.cache.is_live().then(|| self.inner.cache.len())
+    }
+}
+
+impl Inner {
+    pub(crate) fn hint(&self, id: &SandboxId) {
+        let _nobody = self.hints.send(id.clone()).is_err();
+    }
+
+    /// Every namespace that has sandboxes.
+    pub(crate) fn namespaces(&self) -> BTreeSet<String> {
+        self.config.namespaces.values().chain([&self.cluster.namespace]).cloned().collect()
+    }
+
+    pub(crate) fn namespace_for(&self, workspace: &str) -> String {
+        self.config.namespaces.get(workspace).unwrap_or(&self.cluster.namespace).clone()
+    }
+
+    /// Where a sandbox's objects are.
+    pub(crate) fn namespace_of(&self, id: &SandboxId) -> Result<String, DriverError> {
+        if let Some(known) = self.cache.namespace(id) {
+            return Ok(known.to_string());
+        }
+        if self.config.namespaces.is_empty() {
+            return Ok(self.cluster.namespace.clone());
+        }
+        match self.store.spec(id) {
+            Ok(spec) => Ok(self.namespace_for(&spec.workspace)),
+            Err(DriverError::Missing) => Ok(self.cluster.namespace.clone()),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(crate) fn locks(&self, id: &SandboxId) -> Locks {
+        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
+        if locks.len() >= MANY_LOCKS {
+            locks.retain(|_, locks| locks.in_use());
+        }
+        locks.entry(id.clone()).or_default().clone()
+    }
+
+    /// Waits for the verb or the dangling step before.
+    pub(crate) async fn turn(&self, id: &SandboxId) -> Turn {
+        Arc::new(self.locks(id).verb.lock_owned().await)
+    }
+
+    /// One step that changes something. It runs to its end even when the caller is dropped: a server goes on with what it
+    /// was asked for, whoever still listens, and nobody may look or ask for something else before it is done.
+    pub(crate) async fn step<T: Send + 'static>(
+        &self,
+        id: &SandboxId,
+        turn: &Turn,
+        work: impl Future<Output = Result<T, DriverError>> + Send + 'static,
+    ) -> Result<T, DriverError> {
+        let guard = self.locks(id).step.lock_owned().await;
+        let turn = Arc::clone(turn);
+        let done = tokio::spawn(async move {
+            let _held = (turn, guard);
+            work.await
+        });
+        done.await.unwrap_or_else(|error| Err(DriverError::backend("run a step", error)))
+    }
+
+    /// The Sandbox object as it is now; none when there is none that is ours.
+    pub(crate) async fn get_sandbox(&self, id: &SandboxId) -> Result<Option<Sandbox>, ApiError> {
+        let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
+        let object = name(id);
+        let what = format!("get the sandbox {object}");
+        let found = self.cluster.on_sandboxes(Lane::Fast, &namespace, &what, |api| {
+            let object = object.clone();
+            async move { api.get(&object).await }
+        });
+        let found = if_there(found.await)?.filter(|found| self.is_ours(&found.metadata, id));
+        if let Some(found) = &found {
+            self.saw(id, &namespace, News::Sandbox(found.into()));
+        }
+        Ok(found)
+    }
+
+    /// The pod of its name, whosever it is.
+    pub(crate) async fn get_pod(&self, id: &SandboxId) -> Result<Option<Pod>, ApiError> {
+        let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
+        let (api, object) = (self.cluster.pods(&namespace), name(id));
+        let what = format!("get the pod {object}");
+        let found = if_there(self.cluster.call(Lane::Fast, LIMIT, &what, api.get(&object)).await)?;
+        if let Some(found) = found.as_ref().filter(|found| self.is_labelled(&found.metadata, id)) {
+            self.saw(id, &namespace, News::Pod(found.into()));
+        }
+        Ok(found)
+    }
+
+    pub(crate) fn is_labelled(&self, meta: &ObjectMeta, id: &SandboxId) -> bool {
+        crate::types::id_of(meta, &self.store.identity).as_ref() == Some(id)
+    }
+
+    pub(crate) fn is_ours(&self, meta: &ObjectMeta, id: &SandboxId) -> bool {
+        let ours = self.is_labelled(meta, id);
+        if !ours {
+            tracing::warn!(%id, "an object with the sandbox's name is another gateway's");
+        }
+        ours
+    }
+
+    fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
+        if self.cluster.found() == Some(Found::Nothing) {
+            return Err(ApiError::Absent.into());
+        }
+        manifest::check(&self.config, spec).map_err(DriverError::Unsupported)
+    }
+}
+
+#[async_trait]
+impl ComputeDriver for KubernetesDriver {
+    fn capabilities(&self) -> Capabilities {
+        let cluster = &self.inner.cluster;
+        let (version, notice) = match cluster.found() {
+            Some(Found::Version(served)) => (format!("agents.x-k8s.io/{}", served.name()), None),
+            Some(Found::Nothing) => (String::new(), Some(ApiError::Absent.to_string())),
+            None => (String::new(), None),
+        };
+        let class = self.inner.config.runtime_class.as_deref().unwrap_or("the cluster's runtime");
+        let machine = match cluster.found() {
+            Some(Found::Version(_)) => format!("kubernetes ({class})"),
+            Some(Found::Nothing) => "kubernetes (without agent-sandbox)".to_owned(),
+            None => "kubernetes (not reached yet)".to_owned(),
+        };
+        Capabilities {
+            name: "kubernetes".to_owned(),
+            version,
+            keeps_memory: false,
+            updates: false,
+            needs_loan: false,
+            machine,
+            notice,
+        }
+    }
+
+    fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
+        self.inner.check(spec)
+    }
+
+    fn is_of_this_host(&self) -> bool {
+        false
+    }
+
+    fn images(&self) -> Option<&dyn ImageCare> {
+        Some(&*self.inner)
+    }
+
+    async fn create(&self, id: &SandboxId, spec: &SandboxSpec, run: Run) -> Result<Change, DriverError> {
+        // Whether the cluster has the kind is asked anew there: it may have been installed since.
+        manifest::check(&self.inner.config, spec).map_err(DriverError::Unsupported)?;
+        self.inner.create(id, spec, run).await
+    }
+
+    async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {
+        if from == Keep::Memory {
+            return Err(no_memory());
+        }
+        self.inner.start(id, run).await
+    }
+
+    async fn stop(&self, id: &SandboxId, keep: Keep, deadline: Duration) -> Result<Stopped, DriverError> {
+        if keep == Keep::Memory {
+            return Err(no_memory());
+        }
+        let turn = self.inner.turn(id).await;
+        self.inner.put_down(id, &turn, deadline).await
+    }
+
+    async fn delete(&self, id: &SandboxId) -> Result<Change, DriverError> {
+        self.inner.delete(id).await
+    }
+
+    async fn observe(&self, id: &SandboxId) -> Result<Observed, DriverError> {
+        self.inner.observe(id).await
+    }
+
+    async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
+        self.inner.list().await
+    }
+
+    fn hints(&self) -> Word {
+        word_of(&self.inner.hints)
+    }
+
+    async fn agent(&self, id: &SandboxId) -> Result<Channel, DriverError> {
+        self.inner.agent(id).await
+    }
+
+    async fn facts(&self, id: &SandboxId) -> Facts {
+        let Some(live) = self.inner.heard(id) else { return Facts::default() };
+        let pod = self.inner.cache.view(id).pod.filter(|pod| pod.uid == live.pod);
+        let host = pod.map(|pod| HostFacts { ip: pod.ip, run_dir: pod.node, ..HostFacts::default() });
+        Facts { machine: Some(self.capabilities().machine), boot_id: live.boot_id(), host, disk: None }
+    }
+
+    async fn console(&self, id: &SandboxId, bytes: usize) -> Vec<u8> {
+        self.inner.log(id, bytes).await
+    }
+}
+
+impl Inner {
+    /// The end of the pod's log; empty when it can't be had.
+    pub(crate) async fn log(&self, id: &SandboxId, bytes: usize) -> Vec<u8> {
+        let Ok(namespace) = self.namespace_of(id) else { return Vec::new() };
+        let api: kube::Api<k8s_openapi::api::core::v1::Pod> =
+            kube::Api::namespaced(self.cluster.client.clone(), &namespace);
+        let params = kube::api::LogParams {
+            container: Some(manifest::CONTAINER.to_owned()),
+            tail_lines: Some(200),
+            limit_bytes: i64::try_from(LOG_LIMIT).ok(),
+            ..Default::default()
+        };
+        let object = name(id);
+        let log = self.cluster.call(Lane::Fast, LIMIT, "read a pod's log", api.logs(&object, &params)).await;
+        let log = log.unwrap_or_default().into_bytes();
+        log[log.len().saturating_sub(bytes)..].to_vec()
+    }
+}
+
+fn no_memory() -> DriverError {
+    let text = "the kubernetes driver keeps no memory: a suspended sandbox has no pod at all; suspend without --memory";
+    DriverError::Unsupported(text.to_owned())
+}

@@ -1,0 +1,110 @@
+//! The way to a pod's agent: a program of the pod that connects its input and output with the agent's socket, run by the
+//! API server's exec. It works from within the cluster and from without, needs no port of the pod, and ends with the run.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use hyper_util::rt::TokioIo;
+use k8s_openapi::api::core::v1::Pod;
+use kube::{
+    Api,
+    api::{AttachParams, AttachedProcess},
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::timeout,
+};
+use tonic::transport::{Channel, Endpoint, Uri};
+use torpor_agent_channel::host;
+use torpor_sandbox::SandboxId;
+
+use crate::{
+    driver::Inner,
+    manifest::{AGENT, CONTAINER, SOCKET},
+    types::name,
+};
+
+/// For the API server to connect, and for the answer to a greeting.
+const WAIT: Duration = Duration::from_secs(10);
+/// Bytes between the websocket and the stream, each way.
+const BUFFER: usize = 64 << 10;
+/// Flow-control windows, bytes: what may wait unread in one call, and in all. The second is never reached: some slow
+/// readers must not stop everybody else's calls.
+const WINDOWS: (u32, u32) = (1 << 20, 1 << 30);
+
+type Half<T> = Pin<Box<T>>;
+
+/// Standard input and output of a program in a pod.
+struct Stdio {
+    input: Half<dyn AsyncWrite + Send>,
+    output: Half<dyn AsyncRead + Send>,
+    /// Ends the program's connection when it is dropped.
+    _process: AttachedProcess,
+}
+
+impl AsyncRead for Stdio {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.output.as_mut().poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Stdio {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+        self.input.as_mut().poll_write(cx, data)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.input.as_mut().poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.input.as_mut().poll_shutdown(cx)
+    }
+}
+
+async fn connect(inner: &Inner, id: &SandboxId) -> io::Result<Stdio> {
+    let namespace = inner.namespace_of(id).map_err(io::Error::other)?;
+    let api: Api<Pod> = Api::namespaced(inner.cluster.client.clone(), &namespace);
+    let params = AttachParams::default()
+        .container(CONTAINER)
+        .stdin(true)
+        .stdout(true)
+        .stderr(false)
+        .max_stdin_buf_size(BUFFER)
+        .max_stdout_buf_size(BUFFER);
+    let exec = timeout(WAIT, api.exec(&name(id), [AGENT, "--connect", SOCKET], &params)).await;
+    let late = |_| io::Error::new(io::ErrorKind::TimedOut, "the API server does not connect to the pod");
+    let mut process = exec.map_err(late)?.map_err(io::Error::other)?;
+    let (Some(input), Some(output)) = (process.stdin(), process.stdout()) else {
+        return Err(io::Error::other("the API server gives no input and output"));
+    };
+    Ok(Stdio { input: Box::pin(input), output: Box::pin(output), _process: process })
+}
+
+/// A channel that connects when it is first used, and again after it was lost.
+pub(crate) fn channel(inner: &Arc<Inner>, id: &SandboxId) -> Channel {
+    // The driver may end while somebody still holds a channel.
+    let (inner, id) = (Arc::downgrade(inner), id.clone());
+    let connector = tower::service_fn(move |_: Uri| {
+        let (inner, id) = (inner.clone(), id.clone());
+        async move {
+            let inner = inner.upgrade().ok_or_else(|| io::Error::other("the driver has ended"))?;
+            let stream = connect(&inner, &id).await?;
+            host::connect(stream, WAIT).await.map(TokioIo::new).map_err(io::Error::other)
+        }
+    });
+    // The name is never looked up: the connector knows where to go.
+    Endpoint::from_static("http://agent.torpor.invalid")
+        .initial_stream_window_size(WINDOWS.0)
+        .initial_connection_window_size(WINDOWS.1)
+        .connect_with_connector_lazy(connector)
+}

@@ -1,0 +1,409 @@
+//! Start: the Sandbox is told to run, and the agent of its new pod configured for the run.
+
+use std::{
+    sync::{Arc, PoisonError},
+    time::{Duration, SystemTime},
+};
+
+use kube::api::{Patch, PatchParams};
+use serde_json::json;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tonic::Code;
+use torpor_proto::agent::v1::{ConfigureRequest, MainCommand, agent_client::AgentClient};
+use torpor_sandbox::{Change, DriverError, Run, SandboxId, SandboxSpec, failpoint::hit, words};
+
+use crate::{
+    cache::{News, View},
+    client::{Lane, MANAGER},
+    driver::{Failures, Inner, Turn},
+    live::Live,
+    manifest,
+    store::Record,
+    types::{Mode, Phase, RUN, Sandbox, Seen, SeenPod, claim_name, name},
+};
+
+/// Pauses between two tries of a first call.
+const AGAIN: Duration = Duration::from_millis(100);
+const LONG_AGAIN: Duration = Duration::from_secs(2);
+/// How long one first call may take before it is tried anew.
+const CONFIGURE: Duration = Duration::from_secs(30);
+/// What of the console goes with a failure, bytes.
+const CONSOLE: usize = 4096;
+/// Pods that fail again within this time are started slower each time, up to this pause.
+const STEADY: Duration = Duration::from_secs(600);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// A pod that no node has room for is reported after this time, and waited for.
+const ROOM: Duration = Duration::from_secs(5);
+/// How often a patch is tried again after somebody else's.
+const PATCHES: u32 = 8;
+
+/// What has become of a pod that is waited for.
+enum Came {
+    Up(Box<SeenPod>, i64),
+    Failed(String),
+    NoImage(String),
+    NoRoom(String),
+    Stopped,
+    Gone,
+}
+
+impl Inner {
+    pub(crate) async fn start(self: &Arc<Self>, id: &SandboxId, run: Run) -> Result<Change, DriverError> {
+        let turn = self.turn(id).await;
+        let spec = self.store.spec(id)?;
+        let found = self.get_sandbox(id).await?.ok_or_else(|| missing(id))?;
+        let seen = Seen::from(&found);
+        if seen.deleting {
+            let text = format!("{} is being deleted by somebody else", name(id));
+            return Err(DriverError::backend("start", text));
+        }
+        let record = self.store.record(id)?;
+        if seen.mode == Mode::Running {
+            let ours = record.filter(|record| record.run == run && seen.run == run.0);
+            let record = ours.ok_or_else(|| {
+                let text =
+                    format!("another start of the sandbox is there; it must be stopped before run {run}");
+                DriverError::Invalid(text)
+            })?;
+            self.bring_up(id, &spec, record, &turn).await?;
+            return Ok(Change::Already);
+        }
+        self.check_data(id, &spec).await?;
+        self.see_no_pod(id).await?;
+        self.pause_after_failures(id).await;
+        let (inner, wanted) = (self.clone(), id.clone());
+        let record = self.step(id, &turn, async move { inner.wake(&wanted, run).await }).await?;
+        hit("kubernetes.start.woken")?;
+        self.bring_up(id, &spec, record, &turn).await?;
+        Ok(Change::Done)
+    }
+
+    /// A claim that is gone is never made anew.
+    async fn check_data(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<(), DriverError> {
+        let namespace = self.namespace_for(&spec.workspace);
+        let api = self.cluster.claims(&namespace);
+        if manifest::has_own_claim(&self.config, spec) {
+            let object = claim_name(id);
+            match self.get_claim(&api, &object).await? {
+                Some(claim) if claim.metadata.deletion_timestamp.is_none() => {}
+                Some(_) => {
+                    let text = format!("the claim {object} is being deleted by somebody else");
+                    return Err(DriverError::DataMissing(text));
+                }
+                None => return Err(DriverError::DataMissing(format!("the claim {object} is gone"))),
+            }
+        }
+        for claim in manifest::claims_of(spec) {
+            if self.get_claim(&api, claim).await?.is_none() {
+                let text = format!("there is no claim '{claim}' in the namespace {namespace}");
+                return Err(DriverError::MountMissing(text));
+            }
+        }
+        Ok(())
+    }
+
+    /// The controller takes any pod of the name for a new one, also one that is on its way out: not before it is gone.
+    async fn see_no_pod(&self, id: &SandboxId) -> Result<(), DriverError> {
+        let limit = self.config.stop_margin;
+        let gone = self.until(id, limit, |view| view.pod.is_none().then_some(())).await?;
+        match self.get_pod(id).await? {
+            None if gone.is_some() => Ok(()),
+            Some(pod) => {
+                let text = format!(
+                    "the pod {} of its last run is still there",
+                    pod.metadata.uid.unwrap_or_default()
+                );
+                Err(DriverError::backend("start", text))
+            }
+            None => Err(DriverError::backend("start", "the pod of its last run has gone only now")),
+        }
+    }
+
+    /// One more pod of a sandbox failed by itself.
+    pub(crate) fn note_failure(&self, id: &SandboxId, run: Run) {
+        let mut all = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let known = all.entry(id.clone()).or_insert(Failures { count: 0, run: Run(0), last: now });
+        if known.run == run {
+            return;
+        }
+        let count = if known.last.elapsed() < STEADY { known.count.saturating_add(1) } else { 1 };
+        *known = Failures { count, run, last: now };
+    }
+
+    /// The first recovery is at once, the ones after it slower each time.
+    async fn pause_after_failures(&self, id: &SandboxId) {
+        let failures = {
+            let all = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+            all.get(id).copied().filter(|known| known.last.elapsed() < STEADY)
+        };
+        if let Some(failures) = failures
+            && failures.count > 1
+        {
+            let pause = Duration::from_secs(1 << (failures.count - 2).min(6)).min(LONGEST_PAUSE);
+            let left = pause.saturating_sub(failures.last.elapsed());
+            tracing::info!(%id, failures = failures.count, ?left, "its pods fail one after the other");
+            sleep(left).await;
+        }
+    }
+
+    /// Tells the Sandbox to run, and notes it before.
+    async fn wake(&self, id: &SandboxId, run: Run) -> Result<Record, DriverError> {
+        let record = Record::new(run);
+        self.store.note(id, &record)?;
+        hit("kubernetes.wake.noted")?;
+        self.patch_mode(id, true, Some(run)).await?;
+        hit("kubernetes.wake.asked")?;
+        Ok(record)
+    }
+
+    /// Writes our one field at the version that was read; reads again when somebody else was faster. What is there then;
+    /// none when the object is gone.
+    pub(crate) async fn patch_mode(
+        &self,
+        id: &SandboxId,
+        running: bool,
+        run: Option<Run>,
+    ) -> Result<Option<Sandbox>, DriverError> {
+        let namespace = self.namespace_of(id)?;
+        let object = name(id);
+        let what = format!("tell {object} to {}", if running { "run" } else { "suspend" });
+        for attempt in 1.. {
+            let Some(found) = self.get_sandbox(id).await? else { return Ok(None) };
+            let served = self.cluster.served().await?;
+            let seen = Seen::from(&found);
+            let wanted = if running { Mode::Running } else { Mode::Suspended };
+            if seen.mode == wanted && run.is_none_or(|run| seen.run == run.0) {
+                return Ok(Some(found));
+            }
+            let (field, value) = manifest::mode(served, running);
+            let mut patch = json!({
+                "metadata": {"resourceVersion": found.metadata.resource_version},
+                "spec": {field: value},
+            });
+            if let Some(run) = run {
+                patch["metadata"]["annotations"] = json!({RUN: run.to_string()});
+            }
+            let params = PatchParams { field_manager: Some(MANAGER.to_owned()), ..PatchParams::default() };
+            let api = self.cluster.sandboxes(&namespace).await?;
+            let patch = Patch::Merge(&patch);
+            let limit = crate::client::LIMIT;
+            let done = self.cluster.call(Lane::Fast, limit, &what, api.patch(&object, &params, &patch)).await;
+            match done {
+                Ok(now) => {
+                    self.saw(id, &namespace, News::Sandbox((&now).into()));
+                    return Ok(Some(now));
+                }
+                Err(error) if error.is_not_found() => return Ok(None),
+                // Somebody else's write, or another version of the kind by now.
+                Err(error) if (error.is_conflict() || error.is_unknown_version()) && attempt < PATCHES => {
+                    sleep(AGAIN / 4 * attempt).await;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(DriverError::backend(what, "somebody else changes it all the time"))
+    }
+
+    /// Waits for the pod and its agent; what doesn't come up is put down again.
+    async fn bring_up(
+        self: &Arc<Self>,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        record: Record,
+        turn: &Turn,
+    ) -> Result<(), DriverError> {
+        let until = Instant::now() + self.config.start_timeout;
+        let cause = match self.wait_for_pod(id, &record, until).await? {
+            Some(Came::Up(pod, generation)) => {
+                let record = Record { pod: Some(pod.uid.clone()), ..record };
+                let live = self.hear(id, &record, &pod.uid);
+                let (inner, wanted, noted) = (self.clone(), id.clone(), record.clone());
+                self.step(id, turn, async move { inner.store.note(&wanted, &noted) }).await?;
+                hit("kubernetes.start.pod")?;
+                match self.hello(&live, spec, until, generation).await {
+                    Ok(()) => {
+                        let news = Record { configured: true, boot_id: live.boot_id(), ..record };
+                        let (inner, wanted) = (self.clone(), id.clone());
+                        return self.step(id, turn, async move { inner.store.note(&wanted, &news) }).await;
+                    }
+                    Err(cause) => cause,
+                }
+            }
+            Some(Came::NoImage(why)) => {
+                self.put_down(id, turn, Duration::ZERO).await?;
+                return Err(DriverError::BaseMissing(format!("{}: {}", spec.image, words::said(&why))));
+            }
+            // It goes on by itself when there is room.
+            Some(Came::NoRoom(why)) => {
+                return Err(DriverError::Exhausted(format!("no node has room: {}", words::said(&why))));
+            }
+            Some(Came::Failed(why)) => format!("its pod failed: {}", words::said(&why)),
+            Some(Came::Stopped) => "somebody else has suspended it meanwhile".to_owned(),
+            Some(Came::Gone) => return Err(missing(id)),
+            None => format!("no pod ran within {} s", self.config.start_timeout.as_secs()),
+        };
+        let console = self.log(id, CONSOLE).await;
+        self.put_down(id, turn, Duration::ZERO).await?;
+        let console = String::from_utf8_lossy(&console).into_owned();
+        Err(DriverError::Failed { step: "boot".to_owned(), cause, console })
+    }
+
+    async fn wait_for_pod(
+        &self,
+        id: &SandboxId,
+        record: &Record,
+        until: Instant,
+    ) -> Result<Option<Came>, DriverError> {
+        let room = Instant::now() + ROOM;
+        let left = until.saturating_duration_since(Instant::now());
+        let came = self.until(id, left.min(ROOM), |view| came(view, record, false)).await?;
+        if came.is_some() {
+            return Ok(came);
+        }
+        // Looked at once more: from now on a pod without a node is worth telling.
+        let left = until.saturating_duration_since(room);
+        Ok(self.until(id, left, |view| came_at_last(view, record)).await?)
+    }
+
+    /// The agent's answer for this run, and the controller's word that it is Ready.
+    async fn hello(
+        self: &Arc<Self>,
+        live: &Arc<Live>,
+        spec: &SandboxSpec,
+        until: Instant,
+        generation: i64,
+    ) -> Result<(), String> {
+        let id = &live.id;
+        let ready = tokio::select! {
+            ready = timeout_at(until, self.configure(live, spec)) => {
+                ready.unwrap_or_else(|_| Err("the agent did not answer in time".to_owned()))
+            }
+            why = self.lost(live, until) => Err(why),
+        };
+        ready?;
+        let left = until.saturating_duration_since(Instant::now());
+        let ready = self.until(id, left, |view| {
+            let pod = view.pod.as_ref().filter(|pod| pod.uid == live.pod && !pod.deleting);
+            if pod.is_none() {
+                return Some(Err("its pod was taken away".to_owned()));
+            }
+            let ready = view.sandbox.as_ref()?.ready.as_ref()?;
+            (ready.holds && ready.generation >= generation).then_some(Ok(()))
+        });
+        match ready.await {
+            Ok(Some(ready)) => ready,
+            Ok(None) => Err("its controller did not call it Ready in time".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Ends when the pod does.
+    async fn lost(&self, live: &Live, until: Instant) -> String {
+        let left = until.saturating_duration_since(Instant::now());
+        let lost = self.until(&live.id, left, |view| match &view.pod {
+            Some(pod) if pod.uid != live.pod => Some("its pod was replaced".to_owned()),
+            Some(pod) if pod.deleting => Some("its pod is being deleted".to_owned()),
+            Some(pod) if matches!(pod.phase, Phase::Failed | Phase::Succeeded) => {
+                Some(format!("its pod ended: {}", words::said(&pod.why)))
+            }
+            Some(_) => None,
+            None => Some("its pod is gone".to_owned()),
+        });
+        match lost.await {
+            Ok(Some(why)) => why,
+            _ => std::future::pending().await,
+        }
+    }
+
+    /// Configures the agent as soon as it answers.
+    async fn configure(self: &Arc<Self>, live: &Arc<Live>, spec: &SandboxSpec) -> Result<(), String> {
+        let mut pause = AGAIN;
+        loop {
+            let mut client = AgentClient::new(live.channel(self));
+            match timeout(CONFIGURE, client.configure(request(live, spec))).await {
+                Ok(Ok(answer)) => {
+                    let answer = answer.into_inner();
+                    if answer.run != live.run.0 {
+                        return Err(format!(
+                            "the agent answered for run {} instead of {}",
+                            answer.run, live.run
+                        ));
+                    }
+                    live.set_configured(self, &answer.boot_id);
+                    return Ok(());
+                }
+                // No connection yet, or it was lost.
+                Ok(Err(status))
+                    if matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled) =>
+                {
+                    tracing::debug!(sandbox = %live.id, code = ?status.code(), "the agent is not there yet");
+                }
+                Ok(Err(status)) => {
+                    return Err(format!(
+                        "the agent refused its configuration: {}",
+                        words::said(status.message())
+                    ));
+                }
+                Err(_) => {}
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(LONG_AGAIN);
+        }
+    }
+}
+
+/// The object is gone, and never made anew: somebody wanted it so.
+fn missing(id: &SandboxId) -> DriverError {
+    DriverError::DataMissing(format!(
+        "the Sandbox object {} was deleted by somebody else; the claim of its workspace, if the driver made one, is there until the sandbox is deleted",
+        name(id)
+    ))
+}
+
+/// A pod of this run that counts: another one than any before it, and not on its way out.
+fn came(view: &View, record: &Record, at_last: bool) -> Option<Came> {
+    let Some(sandbox) = &view.sandbox else { return Some(Came::Gone) };
+    if sandbox.run != record.run.0 {
+        // Not our start yet; or somebody else's by now.
+        return None;
+    }
+    if sandbox.mode == Mode::Suspended {
+        return Some(Came::Stopped);
+    }
+    let pod = view.pod.as_ref().filter(|pod| pod.owner == sandbox.uid && !pod.deleting)?;
+    if record.pod.as_ref().is_some_and(|known| *known != pod.uid) {
+        return Some(Came::Failed("it was replaced by another one".to_owned()));
+    }
+    match pod.phase {
+        Phase::Running => Some(Came::Up(Box::new(pod.clone()), sandbox.generation)),
+        Phase::Failed | Phase::Succeeded => Some(Came::Failed(pod.why.clone())),
+        Phase::Pending => {
+            if let Some(why) = &pod.no_image {
+                return Some(Came::NoImage(why.clone()));
+            }
+            pod.unschedulable.clone().filter(|_| at_last).map(Came::NoRoom)
+        }
+    }
+}
+
+fn came_at_last(view: &View, record: &Record) -> Option<Came> {
+    came(view, record, true)
+}
+
+fn request(live: &Live, spec: &SandboxSpec) -> ConfigureRequest {
+    let main = (!spec.command.is_empty()).then(|| MainCommand {
+        argv: spec.command.clone(),
+        workdir: spec.workdir.clone().unwrap_or_default(),
+        user: spec.user.clone().unwrap_or_default(),
+    });
+    ConfigureRequest {
+        run: live.run.0,
+        sandbox_id: live.id.to_string(),
+        hostname: spec.hostname.clone(),
+        time: Some(SystemTime::now().into()),
+        environment: spec.environment.clone().into_iter().collect(),
+        main,
+        ..ConfigureRequest::default()
+    }
+}

@@ -1,0 +1,85 @@
+//! A cluster in memory and drivers on state directories of their own.
+#![allow(dead_code, reason = "each test program uses its part")]
+
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use torpor_driver_kubernetes::{KubernetesConfig, KubernetesDriver};
+use torpor_sandbox::{ComputeDriver, SandboxId, SandboxSpec};
+use torpor_test_kube::{Behaviour, Generation, Server};
+
+pub struct Bench {
+    pub server: Server,
+    pub config: KubernetesConfig,
+    pub folder: tempfile::TempDir,
+}
+
+pub fn object(id: &SandboxId) -> String {
+    format!("torpor-{id}")
+}
+
+pub fn claim(id: &SandboxId) -> String {
+    format!("torpor-{id}-workspace")
+}
+
+impl Bench {
+    pub async fn new(generation: Generation) -> (Self, Arc<KubernetesDriver>) {
+        Self::with(generation, Behaviour::default(), |_| {}).await
+    }
+
+    pub async fn with(
+        generation: Generation,
+        behaviour: Behaviour,
+        change: impl FnOnce(&mut KubernetesConfig),
+    ) -> (Self, Arc<KubernetesDriver>) {
+        let folder = tempfile::tempdir().unwrap();
+        let server = Server::start(generation, behaviour).await.unwrap();
+        let mut config = KubernetesConfig::new(folder.path().join("state"), "registry.test/torpor-agent:1");
+        config.kubeconfig = Some(server.kubeconfig(folder.path()).unwrap());
+        config.start_timeout = Duration::from_secs(20);
+        change(&mut config);
+        let driver = KubernetesDriver::new(config.clone()).await.unwrap();
+        (Self { server, config, folder }, driver)
+    }
+
+    pub async fn driver(&self) -> Arc<KubernetesDriver> {
+        KubernetesDriver::new(self.config.clone()).await.unwrap()
+    }
+}
+
+/// As it is stored, so that what it doesn't say is as by default.
+pub fn spec() -> SandboxSpec {
+    let text = serde_json::json!({
+        "driver": "kubernetes", "hostname": "web", "image": "registry.test/tiny:1",
+        "image_digest": "registry.test/tiny:1", "environment": {"GREETING": "hello"},
+        "resources": {"cpus": 1, "memory_bytes": 96 << 20, "disk_bytes": 1 << 30},
+        "stop_grace": {"secs": 5, "nanos": 0},
+    });
+    serde_json::from_value(text).unwrap()
+}
+
+/// The real agent, where one was built.
+pub fn agent(test: &str) -> Option<PathBuf> {
+    let found = std::env::var_os("TORPOR_TEST_AGENT").map(PathBuf::from).filter(|path| path.is_file());
+    if found.is_none() {
+        let reason = "needs TORPOR_TEST_AGENT=PATH of a torpor-agent";
+        let required = std::env::var("REQUIRE").unwrap_or_default();
+        assert!(!required.split(',').any(|word| word == "tools"), "{test}: {reason}");
+        println!("SKIP {test}: {reason}");
+    }
+    found
+}
+
+/// Looks until it is so.
+pub async fn until(what: &str, mut test: impl AsyncFnMut() -> bool) {
+    for _ in 0..400 {
+        if test().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(25)).await;
+    }
+    panic!("it never came about: {what}");
+}
+
+pub fn dynamic(driver: &Arc<KubernetesDriver>) -> Arc<dyn ComputeDriver> {
+    driver.clone()
+}

@@ -1,0 +1,141 @@
+//! The manifests of deploy/kubernetes against the published types of the API: what these don't know is a mistake.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::{collections::BTreeSet, fs, path::PathBuf};
+
+use k8s_openapi::api::{apps::v1 as apps, core::v1 as core, rbac::v1 as rbac};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::Value;
+
+fn folder() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../deploy/kubernetes")
+}
+
+/// Every object of every manifest, with the name of its file.
+fn objects() -> Vec<(String, Value)> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(folder()).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|end| end != "yaml") {
+            continue;
+        }
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        for text in fs::read_to_string(&path).unwrap().split("\n---\n") {
+            all.push((name.clone(), serde_saphyr::from_str(text).unwrap_or_else(|e| panic!("{name}: {e}"))));
+        }
+    }
+    assert!(all.len() > 8, "{} objects", all.len());
+    all
+}
+
+fn of_kind(kind: &str) -> Vec<Value> {
+    objects().into_iter().map(|(_, object)| object).filter(|object| object["kind"] == kind).collect()
+}
+
+/// What of a manifest its published type has no place for.
+fn lost(given: &Value, kept: &Value, at: &str, all: &mut Vec<String>) {
+    match (given, kept) {
+        (Value::Object(given), Value::Object(kept)) => {
+            for (key, value) in given {
+                let at = format!("{at}.{key}");
+                match kept.get(key) {
+                    Some(kept) => lost(value, kept, &at, all),
+                    // Empty lists and maps aren't written.
+                    None if value.as_object().is_some_and(|map| map.is_empty()) => {}
+                    None => all.push(at),
+                }
+            }
+        }
+        (Value::Array(given), Value::Array(kept)) if given.len() == kept.len() => {
+            for (n, (given, kept)) in given.iter().zip(kept).enumerate() {
+                lost(given, kept, &format!("{at}[{n}]"), all);
+            }
+        }
+        (given, kept) if given == kept => {}
+        _ => all.push(format!("{at}: {given} is read as {kept}")),
+    }
+}
+
+fn check<T: DeserializeOwned + Serialize>(file: &str, object: &Value) {
+    let typed: T =
+        serde_json::from_value(object.clone()).unwrap_or_else(|e| panic!("{file}: {}: {e}", object["kind"]));
+    let mut all = Vec::new();
+    lost(object, &serde_json::to_value(&typed).unwrap(), "", &mut all);
+    assert!(all.is_empty(), "{file}: {} {}: {all:?}", object["kind"], object["metadata"]["name"]);
+}
+
+#[test]
+fn every_manifest_is_of_its_published_type_to_the_last_field() {
+    for (file, object) in objects() {
+        let kind = format!("{} {}", object["apiVersion"].as_str().unwrap(), object["kind"].as_str().unwrap());
+        match kind.as_str() {
+            "v1 Namespace" => check::<core::Namespace>(&file, &object),
+            "v1 ServiceAccount" => check::<core::ServiceAccount>(&file, &object),
+            "v1 ConfigMap" => check::<core::ConfigMap>(&file, &object),
+            "v1 Service" => check::<core::Service>(&file, &object),
+            "apps/v1 StatefulSet" => check::<apps::StatefulSet>(&file, &object),
+            "rbac.authorization.k8s.io/v1 Role" => check::<rbac::Role>(&file, &object),
+            "rbac.authorization.k8s.io/v1 RoleBinding" => check::<rbac::RoleBinding>(&file, &object),
+            "rbac.authorization.k8s.io/v1 ClusterRole" => check::<rbac::ClusterRole>(&file, &object),
+            "rbac.authorization.k8s.io/v1 ClusterRoleBinding" => {
+                check::<rbac::ClusterRoleBinding>(&file, &object)
+            }
+            "kustomize.config.k8s.io/v1beta1 Kustomization" => {
+                for resource in object["resources"].as_array().unwrap() {
+                    assert!(folder().join(resource.as_str().unwrap()).is_file(), "{resource}");
+                }
+            }
+            other => panic!("{file}: {other} is not checked"),
+        }
+    }
+}
+
+#[test]
+fn the_check_finds_a_field_that_the_type_does_not_have() {
+    let mut role = of_kind("Role").pop().unwrap();
+    role["rules"][0]["verb"] = "get".into();
+    let typed: rbac::Role = serde_json::from_value(role.clone()).unwrap();
+    let mut all = Vec::new();
+    lost(&role, &serde_json::to_value(typed).unwrap(), "", &mut all);
+    assert_eq!(all, [".rules[0].verb"]);
+}
+
+#[test]
+fn the_role_gives_what_the_driver_asks_for_and_no_more() {
+    let roles = of_kind("Role");
+    let [role] = roles.as_slice() else { panic!("{roles:?}") };
+    let words = |value: &Value| -> Vec<String> {
+        value.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_owned()).collect()
+    };
+    let mut given = BTreeSet::new();
+    for rule in role["rules"].as_array().unwrap() {
+        for resource in words(&rule["resources"]) {
+            for verb in words(&rule["verbs"]) {
+                given.insert(format!("{verb} {resource}"));
+            }
+        }
+    }
+    assert_eq!(given, torpor_driver_kubernetes::rights().into_iter().collect::<BTreeSet<String>>());
+}
+
+#[test]
+fn names_and_labels_fit_together_and_nothing_runs_as_root() {
+    let sets = of_kind("StatefulSet");
+    let [gateway] = sets.as_slice() else { panic!("{sets:?}") };
+    let template = &gateway["spec"]["template"];
+    assert_eq!(gateway["spec"]["selector"]["matchLabels"], template["metadata"]["labels"]);
+    let services = of_kind("Service");
+    assert_eq!(services[0]["spec"]["selector"], template["metadata"]["labels"]);
+    assert_eq!(services[0]["metadata"]["name"], gateway["spec"]["serviceName"]);
+    assert_eq!(gateway["spec"]["replicas"], 1, "two would fight for one database");
+    assert_eq!(template["spec"]["securityContext"]["runAsNonRoot"], true);
+    let account = &template["spec"]["serviceAccountName"];
+    assert!(of_kind("RoleBinding").iter().all(|binding| binding["subjects"][0]["name"] == *account));
+    let volumes = template["spec"]["volumes"].as_array().unwrap().iter().map(|v| &v["name"]);
+    let claims =
+        gateway["spec"]["volumeClaimTemplates"].as_array().unwrap().iter().map(|v| &v["metadata"]["name"]);
+    let there: Vec<&Value> = volumes.chain(claims).collect();
+    for mount in template["spec"]["containers"][0]["volumeMounts"].as_array().unwrap() {
+        assert!(there.contains(&&mount["name"]), "{mount}");
+    }
+}

@@ -1,0 +1,433 @@
+//! What a real API server was seen to do, each line of it once. With `TORPOR_TEST_CLUSTER=URL` (and
+//! `TORPOR_TEST_CLUSTER_TOKEN`, an http:// address such as `kubectl proxy` gives) the same is asked of a real one.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt as _, Full};
+use hyper::{Request, client::conn::http1, header::HeaderMap};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tokio::net::TcpStream;
+use torpor_test_kube::{Behaviour, Generation, Server};
+
+const MERGE: &str = "application/merge-patch+json";
+const JSON: &str = "application/json-patch+json";
+const APPLY: &str = "application/apply-patch+yaml";
+
+/// A cluster and what is asked of it.
+struct Cluster {
+    server: Option<Server>,
+    url: String,
+    token: Option<String>,
+}
+
+struct Reply {
+    code: u16,
+    headers: HeaderMap,
+    text: String,
+}
+
+impl Reply {
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|_| panic!("{}: {}", self.code, self.text))
+    }
+
+    fn reason(&self) -> String {
+        self.json()["reason"].as_str().unwrap_or_default().to_owned()
+    }
+
+    fn version(&self) -> String {
+        self.json()["metadata"]["resourceVersion"].as_str().unwrap().to_owned()
+    }
+}
+
+impl Cluster {
+    async fn new() -> Self {
+        Self::with(Generation::Early).await
+    }
+
+    async fn with(generation: Generation) -> Self {
+        if let Ok(url) = std::env::var("TORPOR_TEST_CLUSTER") {
+            let token = std::env::var("TORPOR_TEST_CLUSTER_TOKEN").ok();
+            return Self { server: None, url, token };
+        }
+        let behaviour = Behaviour { bookmark: std::time::Duration::from_millis(100), ..Behaviour::default() };
+        let server = Server::start(generation, behaviour).await.unwrap();
+        Self { url: server.url(), server: Some(server), token: None }
+    }
+
+    /// What only a cluster of our own can be made to do.
+    fn own(&self, test: &str) -> Option<&Server> {
+        if self.server.is_none() {
+            println!("SKIP {test}: a real cluster can't be made to do that");
+        }
+        self.server.as_ref()
+    }
+
+    async fn send(
+        &self,
+        method: &str,
+        path: &str,
+        kind: &str,
+        body: &Value,
+    ) -> hyper::Response<hyper::body::Incoming> {
+        let address = self.url.trim_start_matches("http://").trim_end_matches('/').to_owned();
+        let stream = TcpStream::connect(&address).await.unwrap();
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.unwrap();
+        tokio::spawn(connection);
+        let body = if body.is_null() { String::new() } else { body.to_string() };
+        let mut request = Request::builder().method(method).uri(path).header("Host", address);
+        if !body.is_empty() {
+            request = request.header("Content-Type", kind);
+        }
+        if let Some(token) = &self.token {
+            request = request.header("Authorization", format!("Bearer {token}"));
+        }
+        sender.send_request(request.body(Full::new(Bytes::from(body))).unwrap()).await.unwrap()
+    }
+
+    async fn ask(&self, method: &str, path: &str, kind: &str, body: Value) -> Reply {
+        let answer = self.send(method, path, kind, &body).await;
+        let (code, headers) = (answer.status().as_u16(), answer.headers().clone());
+        let text =
+            String::from_utf8(answer.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap();
+        Reply { code, headers, text }
+    }
+
+    async fn get(&self, path: &str) -> Reply {
+        self.ask("GET", path, "", Value::Null).await
+    }
+
+    async fn post(&self, path: &str, body: Value) -> Reply {
+        self.ask("POST", path, "application/json", body).await
+    }
+
+    /// The first events of a watch.
+    async fn events(&self, path: &str, count: usize) -> Vec<Value> {
+        let answer = self.send("GET", path, "", &Value::Null).await;
+        assert_eq!(answer.status().as_u16(), 200);
+        let (mut body, mut text) = (answer.into_body(), String::new());
+        let mut events = Vec::new();
+        let read = async {
+            while let Some(Ok(frame)) = body.frame().await {
+                text.push_str(std::str::from_utf8(frame.data_ref().unwrap()).unwrap());
+                while let Some((line, rest)) = text.split_once('\n') {
+                    events.push(serde_json::from_str(line).unwrap());
+                    text = rest.to_owned();
+                    if events.len() == count {
+                        return;
+                    }
+                }
+            }
+        };
+        tokio::time::timeout(std::time::Duration::from_secs(20), read).await.expect("events");
+        events
+    }
+}
+
+fn name(of: &str) -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("t-{}-{}-{of}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+const BETA: &str = "/apis/agents.x-k8s.io/v1beta1/namespaces/sandboxes/sandboxes";
+const ALPHA: &str = "/apis/agents.x-k8s.io/v1alpha1/namespaces/sandboxes/sandboxes";
+const CLAIMS: &str = "/api/v1/namespaces/sandboxes/persistentvolumeclaims";
+
+fn sandbox(name: &str, mode: &str) -> Value {
+    json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "metadata": {"name": name},
+        "spec": {"operatingMode": mode, "podTemplate": {"spec": {"containers": [{"name": "c", "image": "i"}]}}},
+    })
+}
+
+fn claim(name: &str, labels: Value) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name, "labels": labels},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1"}}},
+    })
+}
+
+#[tokio::test]
+async fn an_unknown_group_or_version_is_a_plain_404_and_an_unknown_object_a_status() {
+    let cluster = Cluster::new().await;
+    for path in
+        ["/apis/no.such.group", "/apis/agents.x-k8s.io/v9", "/apis/agents.x-k8s.io/v9/namespaces/a/sandboxes"]
+    {
+        let reply = cluster.get(path).await;
+        assert_eq!((reply.code, reply.text.trim()), (404, "404 page not found"), "{path}");
+        assert!(reply.headers["content-type"].to_str().unwrap().starts_with("text/plain"));
+    }
+    let reply = cluster.get(&format!("{BETA}/nobody")).await;
+    assert_eq!((reply.code, reply.reason().as_str()), (404, "NotFound"));
+    assert_eq!(
+        reply.json()["details"],
+        json!({"name": "nobody", "group": "agents.x-k8s.io", "kind": "sandboxes"})
+    );
+}
+
+#[tokio::test]
+async fn a_duplicate_is_a_conflict_and_what_is_not_valid_names_its_causes() {
+    let cluster = Cluster::new().await;
+    let name = name("dup");
+    assert_eq!(cluster.post(BETA, sandbox(&name, "Suspended")).await.code, 201);
+    let twice = cluster.post(BETA, sandbox(&name, "Suspended")).await;
+    assert_eq!((twice.code, twice.reason().as_str()), (409, "AlreadyExists"));
+    let wrong = cluster.post(BETA, sandbox(&format!("{name}-x"), "Sleeping")).await;
+    assert_eq!((wrong.code, wrong.reason().as_str()), (422, "Invalid"));
+    assert!(!wrong.json()["details"]["causes"].as_array().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn patches_are_merge_json_or_apply_and_nothing_else() {
+    let cluster = Cluster::new().await;
+    let name = name("patch");
+    let path = format!("{BETA}/{name}");
+    let made = cluster.post(BETA, sandbox(&name, "Suspended")).await;
+    let strategic = "application/strategic-merge-patch+json";
+    assert_eq!(cluster.ask("PATCH", &path, strategic, json!({})).await.code, 415);
+    assert_eq!(cluster.ask("PATCH", &path, "text/html", json!({})).await.code, 415);
+
+    let merged = cluster.ask("PATCH", &path, MERGE, json!({"metadata": {"annotations": {"a": "1"}}})).await;
+    assert_eq!(
+        (merged.code, &merged.json()["metadata"]["generation"]),
+        (200, &json!(1)),
+        "annotations are no spec"
+    );
+    let stepped = json!([{"op": "add", "path": "/metadata/annotations/b~1c", "value": "2"}]);
+    let stepped = cluster.ask("PATCH", &path, JSON, stepped).await;
+    assert_eq!(stepped.json()["metadata"]["annotations"], json!({"a": "1", "b/c": "2"}));
+
+    let again = cluster.ask("PATCH", &path, MERGE, json!({"metadata": {"annotations": {"a": "1"}}})).await;
+    assert_eq!(again.version(), stepped.version(), "a patch that changes nothing");
+    let stale =
+        json!({"metadata": {"resourceVersion": made.version()}, "spec": {"operatingMode": "Running"}});
+    let stale = cluster.ask("PATCH", &path, MERGE, stale).await;
+    assert_eq!((stale.code, stale.reason().as_str()), (409, "Conflict"));
+
+    let woken = cluster.ask("PATCH", &path, MERGE, json!({"spec": {"operatingMode": "Running"}})).await;
+    assert_eq!(woken.json()["metadata"]["generation"], json!(2));
+}
+
+#[tokio::test]
+async fn status_is_ignored_on_the_object_and_spec_on_its_status() {
+    let cluster = Cluster::new().await;
+    let name = name("status");
+    let path = format!("{BETA}/{name}");
+    cluster.post(BETA, sandbox(&name, "Suspended")).await;
+    let patch = json!({"spec": {"operatingMode": "Running"}, "status": {"selector": "x"}});
+    let reply = cluster.ask("PATCH", &format!("{path}/status"), MERGE, patch.clone()).await.json();
+    assert_eq!(
+        (&reply["spec"]["operatingMode"], &reply["status"]["selector"]),
+        (&json!("Suspended"), &json!("x"))
+    );
+    assert_eq!(reply["metadata"]["generation"], json!(1));
+    let patch = json!({"spec": {"operatingMode": "Running"}, "status": {"selector": "y"}});
+    let reply = cluster.ask("PATCH", &path, MERGE, patch).await.json();
+    assert_eq!(
+        (&reply["spec"]["operatingMode"], &reply["status"]["selector"]),
+        (&json!("Running"), &json!("x"))
+    );
+}
+
+#[tokio::test]
+async fn apply_makes_owns_fights_and_is_forced() {
+    let cluster = Cluster::new().await;
+    let name = name("apply");
+    let path = format!("{BETA}/{name}");
+    let nobody = cluster.ask("PATCH", &path, APPLY, sandbox(&name, "Suspended")).await;
+    assert_eq!(nobody.code, 422, "without a field manager");
+    let mine = format!("{path}?fieldManager=mine");
+    assert_eq!(cluster.ask("PATCH", &mine, APPLY, sandbox(&name, "Suspended")).await.code, 201);
+    let again = cluster.ask("PATCH", &mine, APPLY, sandbox(&name, "Suspended")).await;
+    assert_eq!(again.code, 200);
+
+    let wish = json!({"apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "metadata": {"name": name},
+        "spec": {"operatingMode": "Running"}});
+    let fought = cluster.ask("PATCH", &format!("{path}?fieldManager=theirs"), APPLY, wish.clone()).await;
+    assert_eq!((fought.code, fought.reason().as_str()), (409, "Conflict"));
+    let cause = &fought.json()["details"]["causes"][0];
+    assert_eq!(
+        (&cause["reason"], &cause["field"]),
+        (&json!("FieldManagerConflict"), &json!(".spec.operatingMode"))
+    );
+    let forced =
+        cluster.ask("PATCH", &format!("{path}?fieldManager=theirs&force=true"), APPLY, wish).await.json();
+    assert_eq!(forced["spec"]["operatingMode"], json!("Running"));
+    let managers: Vec<&str> = forced["metadata"]["managedFields"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|m| m["manager"].as_str().unwrap())
+        .collect();
+    assert!(managers.contains(&"mine") && managers.contains(&"theirs"), "{managers:?}");
+
+    let labelled = |labels: Value| json!({"apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "metadata": {"name": name, "labels": labels}});
+    let other = format!("{path}?fieldManager=other");
+    cluster.ask("PATCH", &other, APPLY, labelled(json!({"a": "1", "b": "2"}))).await;
+    let less = cluster.ask("PATCH", &other, APPLY, labelled(json!({"a": "1"}))).await.json();
+    assert_eq!(less["metadata"]["labels"], json!({"a": "1"}), "what its manager says no more is gone");
+}
+
+#[tokio::test]
+async fn a_deletion_says_the_uid_minds_its_precondition_and_waits_in_the_foreground() {
+    let cluster = Cluster::new().await;
+    let name = name("del");
+    let path = format!("{CLAIMS}/{name}");
+    let uid = cluster.post(CLAIMS, claim(&name, json!({}))).await.json()["metadata"]["uid"].clone();
+    let other = json!({"preconditions": {"uid": "other"}});
+    let refused = cluster.ask("DELETE", &path, "application/json", other).await;
+    assert_eq!((refused.code, refused.reason().as_str()), (409, "Conflict"));
+    if cluster.own("the rest").is_none() {
+        return;
+    }
+    let done = cluster.ask("DELETE", &path, "application/json", json!({"preconditions": {"uid": uid}})).await;
+    assert_eq!((done.code, &done.json()["details"]["uid"]), (200, &uid));
+
+    // With a pod that takes its time.
+    let server = cluster.server.as_ref().unwrap();
+    server.behave(|b| b.linger = std::time::Duration::from_millis(600));
+    let path = format!("{BETA}/{name}");
+    cluster.post(BETA, sandbox(&name, "Running")).await;
+    for _ in 0..100 {
+        if server.object("pods", &name).is_some_and(|pod| pod["status"]["phase"] == "Running") {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    let foreground = json!({"propagationPolicy": "Foreground"});
+    let held = cluster.ask("DELETE", &path, "application/json", foreground).await.json();
+    assert_eq!(held["metadata"]["finalizers"], json!(["foregroundDeletion"]));
+    assert_eq!(held["metadata"]["generation"], json!(2));
+    let twice = cluster.post(BETA, sandbox(&name, "Running")).await;
+    assert_eq!((twice.code, twice.reason().as_str()), (409, "AlreadyExists"));
+    for _ in 0..200 {
+        if cluster.get(&path).await.code == 404 {
+            assert_eq!(server.object("pods", &name), None, "its pod went first");
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    panic!("it is never gone");
+}
+
+#[tokio::test]
+async fn lists_come_in_pages_of_one_version_and_an_old_token_brings_a_fresh_one() {
+    let cluster = Cluster::new().await;
+    for n in 0..5 {
+        cluster.post(CLAIMS, claim(&format!("page-{n}"), json!({}))).await;
+    }
+    let first = cluster.get(&format!("{CLAIMS}?limit=2")).await.json();
+    assert_eq!(first["items"].as_array().unwrap().len(), 2);
+    assert_eq!(first["metadata"]["remainingItemCount"], json!(3));
+    cluster.post(CLAIMS, claim("page-9", json!({}))).await;
+    let token = first["metadata"]["continue"].as_str().unwrap();
+    let second = cluster.get(&format!("{CLAIMS}?limit=2&continue={token}")).await.json();
+    assert_eq!(second["metadata"]["resourceVersion"], first["metadata"]["resourceVersion"]);
+    let token = second["metadata"]["continue"].as_str().unwrap();
+    let third = cluster.get(&format!("{CLAIMS}?limit=2&continue={token}")).await.json();
+    assert_eq!(third["items"].as_array().unwrap().len(), 1, "what came later is not of this version");
+    let cached = cluster.get(&format!("{CLAIMS}?limit=2&resourceVersion=0")).await.json();
+    assert_eq!(cached["items"].as_array().unwrap().len(), 6, "a list from the cache knows no pages");
+
+    let Some(server) = cluster.own("tokens that grow old") else { return };
+    let first = cluster.get(&format!("{CLAIMS}?limit=2")).await.json();
+    server.compact();
+    let token = first["metadata"]["continue"].as_str().unwrap();
+    let expired = cluster.get(&format!("{CLAIMS}?limit=2&continue={token}")).await;
+    assert_eq!((expired.code, expired.reason().as_str()), (410, "Expired"));
+    let fresh = expired.json()["metadata"]["continue"].as_str().unwrap().to_owned();
+    let rest = cluster.get(&format!("{CLAIMS}?continue={fresh}")).await.json();
+    assert_eq!(rest["items"][0]["metadata"]["name"], json!("page-2"));
+}
+
+#[tokio::test]
+async fn a_watch_tells_what_enters_changes_and_leaves_its_selector() {
+    let cluster = Cluster::new().await;
+    let name = name("watch");
+    let from = cluster.get(CLAIMS).await.version();
+    let path = format!("{CLAIMS}/{name}");
+    cluster.post(CLAIMS, claim(&name, json!({"team": name}))).await;
+    cluster.ask("PATCH", &path, MERGE, json!({"metadata": {"annotations": {"a": "1"}}})).await;
+    cluster.ask("PATCH", &path, MERGE, json!({"metadata": {"labels": {"team": null}}})).await;
+    let watch = format!("{CLAIMS}?watch=true&labelSelector=team%3D{name}&resourceVersion={from}");
+    let kinds: Vec<Value> = cluster.events(&watch, 3).await.iter().map(|e| e["type"].clone()).collect();
+    assert_eq!(kinds, ["ADDED", "MODIFIED", "DELETED"]);
+}
+
+#[tokio::test]
+async fn a_watch_from_too_far_back_is_an_error_within_a_success() {
+    let cluster = Cluster::new().await;
+    let from = cluster.get(CLAIMS).await.version();
+    let Some(server) = cluster.own("a compaction") else { return };
+    server.compact();
+    let events = cluster.events(&format!("{CLAIMS}?watch=true&resourceVersion={from}"), 1).await;
+    assert_eq!((&events[0]["type"], &events[0]["object"]["code"]), (&json!("ERROR"), &json!(410)));
+}
+
+#[tokio::test]
+async fn bookmarks_tell_how_far_a_watch_is_and_where_the_initial_events_end() {
+    let cluster = Cluster::new().await;
+    cluster.post(CLAIMS, claim("initial", json!({}))).await;
+    let initial = format!(
+        "{CLAIMS}?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true"
+    );
+    let events = cluster.events(&initial, 3).await;
+    assert_eq!(events[0]["type"], json!("ADDED"));
+    let end = &events[1];
+    assert_eq!(end["type"], json!("BOOKMARK"));
+    assert_eq!(end["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"], json!("true"));
+    assert_eq!(events[2]["type"], json!("BOOKMARK"), "and further ones");
+    assert!(events[2]["object"]["metadata"]["resourceVersion"].is_string());
+}
+
+#[tokio::test]
+async fn too_many_requests_are_told_in_plain_text_with_a_time() {
+    let cluster = Cluster::new().await;
+    let Some(server) = cluster.own("an overload") else { return };
+    server.trouble("GET", "/persistentvolumeclaims", 1, torpor_test_kube::Trouble::TooMany);
+    let reply = cluster.get(CLAIMS).await;
+    assert_eq!((reply.code, reply.headers["retry-after"].to_str().unwrap()), (429, "1"));
+    assert!(serde_json::from_str::<Value>(&reply.text).is_err(), "{}", reply.text);
+    assert_eq!(cluster.get(CLAIMS).await.code, 200);
+}
+
+#[tokio::test]
+async fn the_older_version_shows_the_same_object_and_warns() {
+    let cluster = Cluster::with(Generation::Early).await;
+    let name = name("alpha");
+    cluster.post(BETA, sandbox(&name, "Suspended")).await;
+    let reply = cluster.get(&format!("{ALPHA}/{name}")).await;
+    assert_eq!(reply.json()["spec"]["replicas"], json!(0));
+    assert!(reply.headers.contains_key("warning"));
+    cluster.ask("PATCH", &format!("{ALPHA}/{name}"), MERGE, json!({"spec": {"replicas": 1}})).await;
+    assert_eq!(
+        cluster.get(&format!("{BETA}/{name}")).await.json()["spec"]["operatingMode"],
+        json!("Running")
+    );
+    let scale = cluster.get(&format!("{ALPHA}/{name}/scale")).await.json();
+    assert_eq!(scale["spec"]["replicas"], json!(1));
+    let two = cluster.ask("PATCH", &format!("{ALPHA}/{name}"), MERGE, json!({"spec": {"replicas": 2}})).await;
+    assert_eq!(two.code, 422);
+}
+
+#[tokio::test]
+async fn discovery_and_rights_are_answered() {
+    let cluster = Cluster::with(Generation::Alpha).await;
+    let Some(server) = cluster.own("an old release") else { return };
+    let group = cluster.get("/apis/agents.x-k8s.io").await.json();
+    assert_eq!(group["versions"].as_array().unwrap().len(), 1);
+    let kinds = cluster.get("/apis/agents.x-k8s.io/v1alpha1").await.json();
+    let names: Vec<&str> =
+        kinds["resources"].as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["sandboxes", "sandboxes/status", "sandboxes/scale"]);
+    server.deny("create", "pods/exec");
+    let review = |verb: &str| json!({"spec": {"resourceAttributes": {"verb": verb, "resource": "pods", "subresource": "exec"}}});
+    let path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
+    assert_eq!(cluster.post(path, review("create")).await.json()["status"]["allowed"], json!(false));
+    assert_eq!(cluster.post(path, review("get")).await.json()["status"]["allowed"], json!(true));
+    server.upgrade(Generation::Absent);
+    assert_eq!(cluster.get("/apis/agents.x-k8s.io").await.code, 404);
+}
