@@ -48,7 +48,7 @@ pub struct Options {
     pub title: String,
     /// Its version.
     pub version: String,
-    /// Origins whose pages may ask, as in "https://console.example.com"; "*": all. None by default.
+    /// Origins whose pages may ask, as in `https://console.example.com`; `*`: all. None by default.
     pub origins: Vec<String>,
 }
 
