@@ -61,7 +61,8 @@ need_rust() {
 # build [OPTION...]: the programs and the static agent, where they find each other.
 build() {
   say "building torpor and the guest agent"
-  cargo build --locked --quiet --package torpor-cli --package torpor-vmm "$@" || die "cargo build failed"
+  [ $# -gt 0 ] || set -- --package torpor-cli --package torpor-vmm
+  cargo build --locked --quiet "$@" || die "cargo build failed"
   cargo xtask agent >/dev/null || die "building the guest agent failed"
 }
 

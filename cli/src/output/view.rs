@@ -21,7 +21,6 @@ pub(super) fn time(time: Option<&Timestamp>) -> Option<String> {
 pub struct Sandbox {
     id: String,
     name: String,
-    workspace: String,
     phase: &'static str,
     retained: Option<&'static str>,
     driver: Option<String>,
@@ -29,6 +28,7 @@ pub struct Sandbox {
     run: u64,
     version: u64,
     image: Image,
+    workspace: String,
     labels: BTreeMap<String, String>,
     annotations: BTreeMap<String, String>,
     created: Option<String>,

@@ -40,14 +40,17 @@ async fn only_our_field_is_patched_in_either_version() {
         driver.create(&id, &spec(), Run(1)).await.unwrap();
         driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
         driver.stop(&id, Keep::Disk, GRACE).await.unwrap();
-        let patches = patches(&bench);
+        let mut patches = patches(&bench);
         let path = format!("/apis/agents.x-k8s.io/{version}/namespaces/sandboxes/sandboxes/{}", object(&id));
         for patch in &patches {
-            assert_eq!((patch.path.as_str(), patch.code), (path.as_str(), 200));
+            assert_eq!(patch.path, path);
+            // The controller writes at the same time: a conflict is read again and tried again.
+            assert!([200, 409].contains(&patch.code), "{}", patch.code);
             assert_eq!(patch.content_type, "application/merge-patch+json");
             assert!(patch.query.contains("fieldManager=torpor"), "{}", patch.query);
             assert!(patch.body["metadata"]["resourceVersion"].is_string());
         }
+        patches.retain(|patch| patch.code == 200);
         let [woken, put_down] = patches.as_slice() else { panic!("{patches:?}") };
         assert_eq!(woken.body["spec"], awake);
         assert_eq!(woken.body["metadata"]["annotations"], json!({"torpor.dev/run": "1"}));
