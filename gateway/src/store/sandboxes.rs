@@ -22,6 +22,8 @@ use super::{
     watch, workspaces,
 };
 
+/// It is looked at for every row and, of a watch, for every change; bytes.
+const LONGEST_SELECTOR: usize = 4096;
 /// Rows that a listing reads at once.
 const BATCH: usize = 1000;
 /// Phase changes that are kept of one sandbox.
@@ -131,6 +133,10 @@ impl FromStr for Selector {
     type Err = StoreError;
 
     fn from_str(text: &str) -> Result<Self, StoreError> {
+        if text.len() > LONGEST_SELECTOR {
+            let message = format!("label selector: at most {LONGEST_SELECTOR} bytes");
+            return Err(StoreError::BadToken(message));
+        }
         let terms = text.split(',').map(str::trim).filter(|t| !t.is_empty()).map(|term| {
             let parsed = if let Some((key, value)) = term.split_once("!=") {
                 Term::IsNot(key.trim().to_owned(), value.trim().to_owned())
