@@ -99,27 +99,21 @@ pub fn ready() -> Result<(), String> {
     finish(command)
 }
 
-/// Builds and runs gateway/benches/gateway.rs; the figures go to standard output as they come.
+/// Builds and runs gateway/benches/gateway.rs.
 pub fn gateway() -> Result<(), String> {
-    let mut cargo = Command::new("cargo");
-    cargo.args(["bench", "--quiet", "--locked", "--package", "torpor-gateway", "--bench", "gateway"]);
-    let status = cargo.current_dir(root()).status().map_err(|e| format!("cargo bench: {e}"))?;
-    if status.success() { Ok(()) } else { Err(format!("cargo bench: {status}")) }
+    cargo("bench", "--package torpor-gateway --bench gateway")
 }
 
+/// Builds and runs the long test of drivers/kubernetes/tests/scale.rs.
 pub fn kubernetes() -> Result<(), String> {
+    let test = "--release --package torpor-driver-kubernetes --test scale";
+    cargo("test", &format!("{test} -- --ignored --nocapture twenty_thousand"))
+}
+
+/// What it finds goes to standard output as it comes.
+fn cargo(command: &str, arguments: &str) -> Result<(), String> {
     let mut cargo = Command::new("cargo");
-    cargo.args([
-        "test",
-        "--release",
-        "--quiet",
-        "--locked",
-        "--package",
-        "torpor-driver-kubernetes",
-        "--test",
-        "scale",
-    ]);
-    cargo.args(["--", "--ignored", "--nocapture", "twenty_thousand"]);
-    let status = cargo.current_dir(root()).status().map_err(|e| format!("cargo test: {e}"))?;
-    if status.success() { Ok(()) } else { Err(format!("cargo test: {status}")) }
+    cargo.args([command, "--quiet", "--locked"]).args(arguments.split(' ')).current_dir(root());
+    let status = cargo.status().map_err(|e| format!("cargo {command}: {e}"))?;
+    if status.success() { Ok(()) } else { Err(format!("cargo {command}: {status}")) }
 }

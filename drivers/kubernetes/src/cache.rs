@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// Objects of one page.
-const PAGE: u32 = 500;
+pub(crate) const PAGE: u32 = 500;
 /// How long the server is asked to keep a watch open, seconds, and how much longer it is believed to be.
 const WATCH: u32 = 290;
 const WATCH_MARGIN: Duration = Duration::from_secs(10);
@@ -47,11 +47,17 @@ pub(crate) struct View {
     pub(crate) pod: Option<SeenPod>,
 }
 
+/// What is known of a sandbox, and the namespace that it was first heard of in.
+#[derive(Debug)]
+struct Entry {
+    view: View,
+    namespace: Arc<str>,
+}
+
 #[derive(Debug, Default)]
 struct Known {
-    views: HashMap<SandboxId, View>,
+    entries: HashMap<SandboxId, Entry>,
     waiters: HashMap<SandboxId, Arc<Notify>>,
-    namespaces: HashMap<SandboxId, Arc<str>>,
 }
 
 #[derive(Debug, Default)]
@@ -74,20 +80,20 @@ impl Cache {
     }
 
     pub(crate) fn view(&self, id: &SandboxId) -> View {
-        self.lock().views.get(id).cloned().unwrap_or_default()
+        self.lock().entries.get(id).map(|entry| entry.view.clone()).unwrap_or_default()
     }
 
     pub(crate) fn ids(&self) -> Vec<SandboxId> {
-        self.lock().views.keys().cloned().collect()
+        self.lock().entries.keys().cloned().collect()
     }
 
     pub(crate) fn namespace(&self, id: &SandboxId) -> Option<Arc<str>> {
-        self.lock().namespaces.get(id).cloned()
+        self.lock().entries.get(id).map(|entry| entry.namespace.clone())
     }
 
     /// How many sandboxes are known.
     pub(crate) fn len(&self) -> usize {
-        self.lock().views.len()
+        self.lock().entries.len()
     }
 
     fn waiter(&self, id: &SandboxId) -> Arc<Notify> {
@@ -105,13 +111,13 @@ impl Cache {
     /// Puts a piece of news in, unless it is older than what is known. True when something is new.
     fn take(&self, id: &SandboxId, namespace: &Arc<str>, news: News) -> bool {
         let mut known = self.lock();
-        let view = known.views.entry(id.clone()).or_default();
-        let new = news.put(view);
-        if view.sandbox.is_none() && view.pod.is_none() {
-            known.views.remove(id);
-            known.namespaces.remove(id);
-        } else if new && !known.namespaces.contains_key(id) {
-            known.namespaces.insert(id.clone(), namespace.clone());
+        let entry = known
+            .entries
+            .entry(id.clone())
+            .or_insert_with(|| Entry { view: View::default(), namespace: namespace.clone() });
+        let new = news.put(&mut entry.view);
+        if entry.view == View::default() {
+            known.entries.remove(id);
         }
         if new && let Some(waiter) = known.waiters.get(id) {
             waiter.notify_waiters();
@@ -196,9 +202,11 @@ impl Kind for Pod {
 /// Begins to watch every namespace.
 pub(crate) fn watch_all(inner: &Arc<Inner>) -> Vec<tokio::task::AbortHandle> {
     let mut tasks = Vec::new();
-    for namespace in inner.namespaces() {
+    let namespaces = inner.namespaces();
+    // Before the first of them is open: some are not all.
+    inner.cache.all.store(2 * namespaces.len(), Ordering::Release);
+    for namespace in namespaces {
         let namespace: Arc<str> = Arc::from(namespace);
-        inner.cache.all.fetch_add(2, Ordering::AcqRel);
         tasks.push(tokio::spawn(follow::<Sandbox>(inner.clone(), namespace.clone())).abort_handle());
         tasks.push(tokio::spawn(follow::<Pod>(inner.clone(), namespace)).abort_handle());
     }
@@ -297,13 +305,9 @@ fn spread(namespace: &str, kind: &str) -> f64 {
     f64::from(sum % 1000) / 1000.0
 }
 
-fn selector(inner: &Inner) -> String {
-    format!("{GATEWAY}={}", inner.store.identity)
-}
-
 /// Lists everything in pages of one version; what is known here and not there is gone. The version of the list.
 async fn list<K: Kind>(inner: &Inner, namespace: &Arc<str>) -> Result<String, ApiError> {
-    let mut params = ListParams::default().labels(&selector(inner)).limit(PAGE);
+    let mut params = ListParams::default().labels(&inner.selector()).limit(PAGE);
     let mut there = HashSet::new();
     let what = format!("list {} in {namespace}", K::NAME);
     loop {
@@ -332,8 +336,8 @@ fn forget<K: Kind>(inner: &Inner, namespace: &Arc<str>, there: &HashSet<SandboxI
     let version = version.parse().unwrap_or_default();
     let gone: Vec<SandboxId> = {
         let known = inner.cache.lock();
-        let here = known.views.iter().filter(|(id, view)| {
-            K::is_there(view) && !there.contains(*id) && known.namespaces.get(*id) == Some(namespace)
+        let here = known.entries.iter().filter(|(id, entry)| {
+            K::is_there(&entry.view) && !there.contains(*id) && entry.namespace == *namespace
         });
         here.map(|(id, _)| id.clone()).collect()
     };
@@ -352,7 +356,7 @@ async fn watch<K: Kind>(
     due: Instant,
     open: &mut Open<'_>,
 ) -> Result<Over, ApiError> {
-    let params = WatchParams::default().labels(&selector(inner)).timeout(WATCH);
+    let params = WatchParams::default().labels(&inner.selector()).timeout(WATCH);
     let what = format!("watch {} in {namespace}", K::NAME);
     let api = K::api(inner, namespace).await?;
     let events = inner.cluster.call(Lane::List, PAGE_LIMIT, &what, api.watch(&params, at)).await;
@@ -370,19 +374,18 @@ async fn watch<K: Kind>(
         };
         let event = match next {
             Err(_) | Ok(Ok(None)) => return Ok(Over::Ended),
-            Ok(event) => event
-                .map_err(|error| ApiError::Unreachable { what: what.clone(), source: Box::new(error) })?,
+            Ok(Ok(Some(event))) => event,
+            Ok(Err(error)) => return Err(ApiError::Unreachable { what, source: Box::new(error) }),
         };
         let (object, gone) = match event {
-            Some(WatchEvent::Added(object) | WatchEvent::Modified(object)) => (object, false),
-            Some(WatchEvent::Deleted(object)) => (object, true),
-            Some(WatchEvent::Bookmark(mark)) => {
+            WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, false),
+            WatchEvent::Deleted(object) => (object, true),
+            WatchEvent::Bookmark(mark) => {
                 *at = mark.metadata.resource_version;
                 continue;
             }
-            Some(WatchEvent::Error(status)) if status.code == 410 => return Ok(Over::Expired),
-            Some(WatchEvent::Error(status)) => return Err(ApiError::Refused { what, status }),
-            None => return Ok(Over::Ended),
+            WatchEvent::Error(status) if status.code == 410 => return Ok(Over::Expired),
+            WatchEvent::Error(status) => return Err(ApiError::Refused { what, status }),
         };
         let version = object.meta().resource_version.clone().unwrap_or_default();
         if let Some(id) = id_of(object.meta(), &inner.store.identity) {
@@ -396,6 +399,11 @@ async fn watch<K: Kind>(
 }
 
 impl Inner {
+    /// Of every object that is ours.
+    pub(crate) fn selector(&self) -> String {
+        format!("{GATEWAY}={}", self.store.identity)
+    }
+
     /// What one of our own requests was answered: what was seen once is not unseen by a watch that lags behind.
     pub(crate) fn saw(&self, id: &SandboxId, namespace: &str, news: News) {
         if self.cache.take(id, &Arc::from(namespace), news) {

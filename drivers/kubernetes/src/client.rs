@@ -174,6 +174,20 @@ impl Served {
         let kind = GroupVersionKind::gvk(GROUP, self.name(), "Sandbox");
         ApiResource::from_gvk_with_plural(&kind, "sandboxes")
     }
+
+    /// The one to speak of those that a cluster serves.
+    pub(crate) fn best(versions: &[String]) -> Option<Self> {
+        [Self::V1beta1, Self::V1alpha1].into_iter().find(|one| versions.iter().any(|v| v == one.name()))
+    }
+}
+
+/// A kind of Kubernetes itself.
+fn built_in(kind: &str, plural: &str) -> ApiResource {
+    ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("", "v1", kind), plural)
+}
+
+pub(crate) fn claim_resource() -> ApiResource {
+    built_in("PersistentVolumeClaim", "persistentvolumeclaims")
 }
 
 /// What discovery has found.
@@ -253,25 +267,21 @@ impl Cluster {
         }
     }
 
-    /// Asks which versions there are.
-    pub(crate) async fn discover(&self) -> Result<Served, ApiError> {
-        let group = format!("/apis/{GROUP}");
-        let answer = self.raw::<Value>(Lane::Fast, &group).await;
-        let found = match answer {
+    /// The versions of the Sandbox kind that the cluster serves, as it names them; empty without the group.
+    pub(crate) async fn versions(&self) -> Result<Vec<String>, ApiError> {
+        match self.raw::<Value>(Lane::Fast, &format!("/apis/{GROUP}")).await {
             Ok(group) => {
-                let versions: Vec<&str> = group["versions"]
-                    .as_array()
-                    .into_iter()
-                    .flatten()
-                    .filter_map(|v| v["version"].as_str())
-                    .collect();
-                let known = [Served::V1beta1, Served::V1alpha1];
-                let first = known.into_iter().find(|one| versions.contains(&one.name()));
-                first.map_or(Found::Nothing, Found::Version)
+                let all = group["versions"].as_array().into_iter().flatten();
+                Ok(all.filter_map(|v| v["version"].as_str().map(str::to_owned)).collect())
             }
-            Err(error) if error.code() == 404 => Found::Nothing,
-            Err(error) => return Err(error),
-        };
+            Err(error) if error.code() == 404 => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Asks which version to speak.
+    pub(crate) async fn discover(&self) -> Result<Served, ApiError> {
+        let found = Served::best(&self.versions().await?).map_or(Found::Nothing, Found::Version);
         let before = self.found.write().unwrap_or_else(PoisonError::into_inner).replace(found);
         if before != Some(found) {
             match found {
@@ -300,20 +310,19 @@ impl Cluster {
     }
 
     pub(crate) async fn sandboxes(&self, namespace: &str) -> Result<Api<Sandbox>, ApiError> {
-        let resource = self.served().await?.resource();
-        Ok(Api::namespaced_with(self.client.clone(), namespace, &resource))
+        Ok(self.sandboxes_in(self.served().await?, namespace))
+    }
+
+    pub(crate) fn sandboxes_in(&self, served: Served, namespace: &str) -> Api<Sandbox> {
+        Api::namespaced_with(self.client.clone(), namespace, &served.resource())
     }
 
     pub(crate) fn pods(&self, namespace: &str) -> Api<Pod> {
-        let kind = GroupVersionKind::gvk("", "v1", "Pod");
-        let resource = ApiResource::from_gvk_with_plural(&kind, "pods");
-        Api::namespaced_with(self.client.clone(), namespace, &resource)
+        Api::namespaced_with(self.client.clone(), namespace, &built_in("Pod", "pods"))
     }
 
     pub(crate) fn claims(&self, namespace: &str) -> Api<Claim> {
-        let kind = GroupVersionKind::gvk("", "v1", "PersistentVolumeClaim");
-        let resource = ApiResource::from_gvk_with_plural(&kind, "persistentvolumeclaims");
-        Api::namespaced_with(self.client.clone(), namespace, &resource)
+        Api::namespaced_with(self.client.clone(), namespace, &claim_resource())
     }
 
     /// One request within its lane and its time. What is asked of a version that is gone makes the next look anew.
@@ -346,7 +355,18 @@ impl Cluster {
         done
     }
 
-    /// A request about Sandboxes of a namespace, asked again in the version that there is now when its own is gone.
+    /// A request in the version that is served, asked again in the one that there is now when its own is gone.
+    pub(crate) async fn in_version<T, F>(&self, ask: impl Fn(Served) -> F) -> Result<T, ApiError>
+    where
+        F: Future<Output = Result<T, ApiError>>,
+    {
+        match ask(self.served().await?).await {
+            Err(error) if error.is_unknown_version() => ask(self.served().await?).await,
+            done => done,
+        }
+    }
+
+    /// The same about the Sandboxes of a namespace.
     pub(crate) async fn on_sandboxes<T, F>(
         &self,
         lane: Lane,
@@ -357,14 +377,8 @@ impl Cluster {
     where
         F: Future<Output = Result<T, kube::Error>>,
     {
-        let api = self.sandboxes(namespace).await?;
-        match self.call(lane, LIMIT, what, ask(api)).await {
-            Err(error) if error.is_unknown_version() => {
-                let api = self.sandboxes(namespace).await?;
-                self.call(lane, LIMIT, what, ask(api)).await
-            }
-            done => done,
-        }
+        self.in_version(|served| self.call(lane, LIMIT, what, ask(self.sandboxes_in(served, namespace))))
+            .await
     }
 }
 

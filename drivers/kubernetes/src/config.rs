@@ -1,6 +1,10 @@
 //! What the kubernetes driver is told at its start.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    time::Duration,
+};
 
 use serde_json::{Map, Value};
 
@@ -80,6 +84,11 @@ impl KubernetesConfig {
             stop_margin: Duration::from_secs(30),
             compare_every: Duration::from_secs(300),
         }
+    }
+
+    /// Every namespace that has sandboxes; `own` is where those are whose workspace has none of its own.
+    pub(crate) fn all_namespaces(&self, own: &str) -> BTreeSet<String> {
+        self.namespaces.values().cloned().chain([own.to_owned()]).collect()
     }
 
     pub(crate) fn validate(&self) -> Result<(), ConfigError> {

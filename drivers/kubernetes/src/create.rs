@@ -5,22 +5,20 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use kube::{
     Api,
     api::{DeleteParams, ListParams, PostParams, Preconditions, PropagationPolicy},
-    core::{ApiResource, DynamicObject, GroupVersionKind},
+    core::{ApiResource, DynamicObject, ObjectMeta},
 };
 use serde_json::Value;
 use tokio::time::Instant;
-use torpor_sandbox::{Change, DriverError, Run, SandboxId, SandboxSpec, failpoint::hit};
+use torpor_sandbox::{Change, DriverError, SandboxId, SandboxSpec, failpoint::hit};
 
 use crate::{
-    cache::News,
-    client::{ApiError, LIMIT, Lane, MANAGER, PAGE_LIMIT, if_there},
+    cache::{News, PAGE},
+    client::{ApiError, LIMIT, Lane, MANAGER, PAGE_LIMIT, claim_resource, if_there},
     driver::Inner,
     manifest,
-    types::{Claim, GATEWAY, Sandbox, claim_name, id_of, name},
+    types::{Claim, Sandbox, claim_name, id_of, name},
 };
 
-/// Claims of one page.
-const PAGE: u32 = 500;
 /// How long a claim may take to be gone: nothing uses it any more.
 const CLAIM_GONE: Duration = Duration::from_secs(30);
 /// Pauses between two looks at a claim, which is not watched.
@@ -33,7 +31,6 @@ impl Inner {
         self: &Arc<Self>,
         id: &SandboxId,
         spec: &SandboxSpec,
-        _run: Run,
     ) -> Result<Change, DriverError> {
         let turn = self.turn(id).await;
         let (inner, wanted, spec) = (self.clone(), id.clone(), spec.clone());
@@ -67,36 +64,30 @@ impl Inner {
         let api = self.cluster.claims(namespace);
         let object = claim_name(id);
         if let Some(found) = self.get_claim(&api, &object).await? {
-            return self.ours_or_refuse(
-                found.metadata.deletion_timestamp.is_some(),
-                self.is_ours(&found.metadata, id),
-                &object,
-            );
+            return self.ours_or_refuse(&found.metadata, id, &object);
         }
         let claim = manifest::claim(&self.config, id, &self.store.identity, spec);
-        let kind = GroupVersionKind::gvk("", "v1", "PersistentVolumeClaim");
-        let resource = ApiResource::from_gvk_with_plural(&kind, "persistentvolumeclaims");
-        let made = self.post(&format!("create the claim {object}"), namespace, &resource, claim).await;
+        let made =
+            self.post(&format!("create the claim {object}"), namespace, &claim_resource(), claim).await;
         match made {
             Ok(_) => Ok(true),
             Err(error) if error.is_exists() => match self.get_claim(&api, &object).await? {
-                Some(found) => {
-                    let going = found.metadata.deletion_timestamp.is_some();
-                    self.ours_or_refuse(going, self.is_ours(&found.metadata, id), &object)
-                }
+                Some(found) => self.ours_or_refuse(&found.metadata, id, &object),
                 None => Err(error.into()),
             },
             Err(error) => Err(error.into()),
         }
     }
 
-    fn ours_or_refuse(&self, going: bool, ours: bool, object: &str) -> Result<bool, DriverError> {
-        match (going, ours) {
-            (false, true) => Ok(false),
-            (true, _) => Err(DriverError::backend("create", format!("{object} is still being deleted"))),
-            (_, false) => {
-                Err(DriverError::Invalid(format!("{object} is there already and belongs to somebody else")))
-            }
+    /// What is there already: nothing was made when it is ours to keep.
+    fn ours_or_refuse(&self, meta: &ObjectMeta, id: &SandboxId, object: &str) -> Result<bool, DriverError> {
+        let ours = self.is_ours(meta, id);
+        if meta.deletion_timestamp.is_some() {
+            Err(DriverError::backend("create", format!("{object} is still being deleted")))
+        } else if ours {
+            Ok(false)
+        } else {
+            Err(somebody_elses(object))
         }
     }
 
@@ -124,20 +115,14 @@ impl Inner {
     ) -> Result<bool, DriverError> {
         let object_name = name(id);
         if let Some(found) = self.get_sandbox(id).await? {
-            return self.ours_or_refuse(found.metadata.deletion_timestamp.is_some(), true, &object_name);
+            return self.ours_or_refuse(&found.metadata, id, &object_name);
         }
-        let what = format!("create the sandbox {object_name}");
-        let mut made = Err(ApiError::Absent);
-        for _ in 0..2 {
-            let served = self.cluster.served().await?;
+        let what = &format!("create the sandbox {object_name}");
+        let made = self.cluster.in_version(|served| async move {
             let object = manifest::sandbox(served, &self.config, id, &self.store.identity, spec);
-            made = self.post(&what, namespace, &served.resource(), object).await;
-            // Another version by now: once more in that one.
-            if !made.as_ref().is_err_and(ApiError::is_unknown_version) {
-                break;
-            }
-        }
-        match made {
+            self.post(what, namespace, &served.resource(), object).await
+        });
+        match made.await {
             Ok(made) => {
                 if let Ok(made) = serde_json::to_value(&made).and_then(serde_json::from_value::<Sandbox>) {
                     self.saw(id, namespace, News::Sandbox((&made).into()));
@@ -146,10 +131,8 @@ impl Inner {
             }
             // Of a try before whose answer was lost, or kube's own.
             Err(error) if error.is_exists() => match self.get_sandbox(id).await? {
-                Some(found) => {
-                    self.ours_or_refuse(found.metadata.deletion_timestamp.is_some(), true, &object_name)
-                }
-                None => self.ours_or_refuse(false, false, &object_name),
+                Some(found) => self.ours_or_refuse(&found.metadata, id, &object_name),
+                None => Err(somebody_elses(&object_name)),
             },
             Err(error) => Err(error.into()),
         }
@@ -321,7 +304,7 @@ impl Inner {
         K: kube::Resource + Clone + serde::de::DeserializeOwned + std::fmt::Debug,
     {
         let identity = &self.store.identity;
-        let mut params = ListParams::default().labels(&format!("{GATEWAY}={identity}")).limit(PAGE);
+        let mut params = ListParams::default().labels(&self.selector()).limit(PAGE);
         let what = format!("list the {kind} of {namespace}");
         let mut fresh = true;
         loop {
@@ -342,4 +325,8 @@ impl Inner {
             }
         }
     }
+}
+
+fn somebody_elses(object: &str) -> DriverError {
+    DriverError::Invalid(format!("{object} is there already and belongs to somebody else"))
 }

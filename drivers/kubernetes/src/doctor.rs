@@ -8,7 +8,7 @@ use kube::{
 use serde_json::{Value, json};
 
 use crate::{
-    client::{ApiError, Cluster, Found, GROUP, LIMIT, Lane},
+    client::{ApiError, Cluster, GROUP, LIMIT, Lane, Served},
     config::{ConfigError, KubernetesConfig},
 };
 
@@ -57,11 +57,15 @@ const NICE: [(&str, &str, &str, &[&str]); 1] = [("", "pods", "log", &["get"])];
 
 /// Every right that the driver uses: "create sandboxes".
 pub fn rights() -> Vec<String> {
-    let all = NEEDED.iter().chain(&NICE).flat_map(|(_, resource, sub, verbs)| {
-        let of = if sub.is_empty() { (*resource).to_owned() } else { format!("{resource}/{sub}") };
-        verbs.iter().map(move |verb| format!("{verb} {of}"))
-    });
+    let all = NEEDED
+        .iter()
+        .chain(&NICE)
+        .flat_map(|(_, resource, sub, verbs)| verbs.iter().map(move |verb| right(verb, resource, sub)));
     all.collect()
+}
+
+fn right(verb: &str, resource: &str, sub: &str) -> String {
+    if sub.is_empty() { format!("{verb} {resource}") } else { format!("{verb} {resource}/{sub}") }
 }
 
 /// Looks at everything that the driver needs of a cluster.
@@ -84,11 +88,7 @@ pub async fn diagnose(config: &KubernetesConfig) -> Result<Vec<Finding>, ConfigE
         }
     }
     all.push(versions(&cluster).await);
-    let mut namespaces: Vec<String> = config.namespaces.values().cloned().collect();
-    namespaces.push(cluster.namespace.clone());
-    namespaces.sort();
-    namespaces.dedup();
-    for namespace in namespaces {
+    for namespace in config.all_namespaces(&cluster.namespace) {
         all.push(rights_in(&cluster, &namespace).await);
     }
     let storage = ("storage.k8s.io", "StorageClass", "storageclasses");
@@ -101,30 +101,21 @@ pub async fn diagnose(config: &KubernetesConfig) -> Result<Vec<Finding>, ConfigE
 
 async fn versions(cluster: &Cluster) -> Finding {
     let name = "agent-sandbox";
-    let found = cluster.discover().await;
-    match (found, cluster.found()) {
-        (Ok(served), _) => {
-            let all = cluster.raw::<Value>(Lane::Fast, &format!("/apis/{GROUP}")).await.unwrap_or_default();
-            let all: Vec<&str> = all["versions"]
-                .as_array()
-                .into_iter()
-                .flatten()
-                .filter_map(|v| v["version"].as_str())
-                .collect();
-            let text = format!("serves {}; {} is used", all.join(" and "), served.name());
-            if served.name() == "v1alpha1" {
-                let advice = "update agent-sandbox to 0.5.4 or later: v1alpha1 is gone from 1.0 on";
-                return finding(name, Level::Warn, text, advice);
-            }
-            finding(name, Level::Ok, text, "")
+    let all = match cluster.versions().await {
+        Ok(all) => all,
+        Err(error) => return finding(name, Level::Fail, error.to_string(), ""),
+    };
+    let Some(served) = Served::best(&all) else {
+        let advice = "kubectl apply -f the release's manifest.yaml";
+        return finding(name, Level::Fail, ApiError::Absent.to_string(), advice);
+    };
+    let text = format!("serves {}; {} is used", all.join(" and "), served.name());
+    match served {
+        Served::V1beta1 => finding(name, Level::Ok, text, ""),
+        Served::V1alpha1 => {
+            let advice = "update agent-sandbox to 0.5.4 or later: v1alpha1 is gone from 1.0 on";
+            finding(name, Level::Warn, text, advice)
         }
-        (Err(_), Some(Found::Nothing)) => finding(
-            name,
-            Level::Fail,
-            ApiError::Absent.to_string(),
-            "kubectl apply -f the release's manifest.yaml",
-        ),
-        (Err(error), _) => finding(name, Level::Fail, error.to_string(), ""),
     }
 }
 
@@ -141,9 +132,8 @@ async fn rights_in(cluster: &Cluster, namespace: &str) -> Finding {
                 match may(cluster, namespace, group, resource, sub, verb).await {
                     Ok(true) => {}
                     Ok(false) => {
-                        let sub = if sub.is_empty() { String::new() } else { format!("/{sub}") };
                         let list = if needed { &mut missing } else { &mut missed };
-                        list.push(format!("{verb} {resource}{sub}"));
+                        list.push(right(verb, resource, sub));
                     }
                     Err(error) => failed = Some(error.to_string()),
                 }

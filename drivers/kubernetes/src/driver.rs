@@ -23,7 +23,7 @@ use torpor_sandbox::{
 
 use crate::{
     cache::{self, Cache, News},
-    client::{ApiError, Cluster, Found, LIMIT, Lane, if_there},
+    client::{ApiError, Cluster, Found, GROUP, LIMIT, Lane, if_there},
     config::{ConfigError, KubernetesConfig},
     live, manifest,
     store::Store,
@@ -130,7 +130,7 @@ impl Inner {
 
     /// Every namespace that has sandboxes.
     pub(crate) fn namespaces(&self) -> BTreeSet<String> {
-        self.config.namespaces.values().chain([&self.cluster.namespace]).cloned().collect()
+        self.config.all_namespaces(&self.cluster.namespace)
     }
 
     pub(crate) fn namespace_for(&self, workspace: &str) -> String {
@@ -233,17 +233,13 @@ impl Inner {
 #[async_trait]
 impl ComputeDriver for KubernetesDriver {
     fn capabilities(&self) -> Capabilities {
-        let cluster = &self.inner.cluster;
-        let (version, notice) = match cluster.found() {
-            Some(Found::Version(served)) => (format!("agents.x-k8s.io/{}", served.name()), None),
-            Some(Found::Nothing) => (String::new(), Some(ApiError::Absent.to_string())),
-            None => (String::new(), None),
-        };
         let class = self.inner.config.runtime_class.as_deref().unwrap_or("the cluster's runtime");
-        let machine = match cluster.found() {
-            Some(Found::Version(_)) => format!("kubernetes ({class})"),
-            Some(Found::Nothing) => "kubernetes (without agent-sandbox)".to_owned(),
-            None => "kubernetes (not reached yet)".to_owned(),
+        let (version, notice, of) = match self.inner.cluster.found() {
+            Some(Found::Version(served)) => (format!("{GROUP}/{}", served.name()), None, class),
+            Some(Found::Nothing) => {
+                (String::new(), Some(ApiError::Absent.to_string()), "without agent-sandbox")
+            }
+            None => (String::new(), None, "not reached yet"),
         };
         Capabilities {
             name: "kubernetes".to_owned(),
@@ -251,7 +247,7 @@ impl ComputeDriver for KubernetesDriver {
             keeps_memory: false,
             updates: false,
             needs_loan: false,
-            machine,
+            machine: format!("kubernetes ({of})"),
             notice,
         }
     }
@@ -268,10 +264,10 @@ impl ComputeDriver for KubernetesDriver {
         Some(&*self.inner)
     }
 
-    async fn create(&self, id: &SandboxId, spec: &SandboxSpec, run: Run) -> Result<Change, DriverError> {
+    async fn create(&self, id: &SandboxId, spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
         // Whether the cluster has the kind is asked anew there: it may have been installed since.
         manifest::check(&self.inner.config, spec).map_err(DriverError::Unsupported)?;
-        self.inner.create(id, spec, run).await
+        self.inner.create(id, spec).await
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {

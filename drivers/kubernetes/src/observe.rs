@@ -31,11 +31,8 @@ impl Inner {
         let view = match self.view(id).await {
             Ok(view) => view,
             // What has no folder here has nothing in the cluster.
-            Err(error) if !known && (error.is_absence() || matches!(error, ApiError::Absent)) => {
-                return Ok(Observed::Missing);
-            }
             Err(error) if error.is_absence() || matches!(error, ApiError::Absent) => {
-                return Ok(Observed::Unknown(error.to_string()));
+                return Ok(if known { Observed::Unknown(error.to_string()) } else { Observed::Missing });
             }
             Err(error) => return Err(error.into()),
         };
@@ -194,7 +191,6 @@ mod tests {
             node: String::new(),
             ip: String::new(),
             why: "Evicted".into(),
-            exit: None,
             no_image: None,
             unschedulable: None,
         }

@@ -14,12 +14,12 @@ use torpor_sandbox::{Change, DriverError, Run, SandboxId, SandboxSpec, failpoint
 
 use crate::{
     cache::{News, View},
-    client::{Lane, MANAGER},
+    client::{LIMIT, Lane, MANAGER},
     driver::{Failures, Inner, Turn},
     live::Live,
     manifest,
     store::Record,
-    types::{Mode, Phase, RUN, Sandbox, Seen, SeenPod, claim_name, name},
+    types::{Mode, Phase, RUN, Sandbox, Seen, claim_name, name},
 };
 
 /// Pauses between two tries of a first call.
@@ -39,7 +39,8 @@ const PATCHES: u32 = 8;
 
 /// What has become of a pod that is waited for.
 enum Came {
-    Up(Box<SeenPod>, i64),
+    /// The pod's uid, and the generation that it is of.
+    Up(String, i64),
     Failed(String),
     NoImage(String),
     NoRoom(String),
@@ -185,10 +186,10 @@ impl Inner {
                 patch["metadata"]["annotations"] = json!({RUN: run.to_string()});
             }
             let params = PatchParams { field_manager: Some(MANAGER.to_owned()), ..PatchParams::default() };
-            let api = self.cluster.sandboxes(&namespace).await?;
+            // Of the version that the field is of.
+            let api = self.cluster.sandboxes_in(served, &namespace);
             let patch = Patch::Merge(&patch);
-            let limit = crate::client::LIMIT;
-            let done = self.cluster.call(Lane::Fast, limit, &what, api.patch(&object, &params, &patch)).await;
+            let done = self.cluster.call(Lane::Fast, LIMIT, &what, api.patch(&object, &params, &patch)).await;
             match done {
                 Ok(now) => {
                     self.saw(id, &namespace, News::Sandbox((&now).into()));
@@ -216,16 +217,14 @@ impl Inner {
         let until = Instant::now() + self.config.start_timeout;
         let cause = match self.wait_for_pod(id, &record, until).await? {
             Some(Came::Up(pod, generation)) => {
-                let record = Record { pod: Some(pod.uid.clone()), ..record };
-                let live = self.hear(id, &record, &pod.uid);
-                let (inner, wanted, noted) = (self.clone(), id.clone(), record.clone());
-                self.step(id, turn, async move { inner.store.note(&wanted, &noted) }).await?;
+                let record = Record { pod: Some(pod.clone()), ..record };
+                let live = self.hear(id, &record, &pod);
+                self.note(id, turn, record.clone()).await?;
                 hit("kubernetes.start.pod")?;
                 match self.hello(&live, spec, until, generation).await {
                     Ok(()) => {
                         let news = Record { configured: true, boot_id: live.boot_id(), ..record };
-                        let (inner, wanted) = (self.clone(), id.clone());
-                        return self.step(id, turn, async move { inner.store.note(&wanted, &news) }).await;
+                        return self.note(id, turn, news).await;
                     }
                     Err(cause) => cause,
                 }
@@ -249,6 +248,17 @@ impl Inner {
         Err(DriverError::Failed { step: "boot".to_owned(), cause, console })
     }
 
+    /// Notes what is known of a run.
+    pub(crate) async fn note(
+        self: &Arc<Self>,
+        id: &SandboxId,
+        turn: &Turn,
+        record: Record,
+    ) -> Result<(), DriverError> {
+        let (inner, wanted) = (self.clone(), id.clone());
+        self.step(id, turn, async move { inner.store.note(&wanted, &record) }).await
+    }
+
     async fn wait_for_pod(
         &self,
         id: &SandboxId,
@@ -257,13 +267,13 @@ impl Inner {
     ) -> Result<Option<Came>, DriverError> {
         let room = Instant::now() + ROOM;
         let left = until.saturating_duration_since(Instant::now());
-        let came = self.until(id, left.min(ROOM), |view| came(view, record, false)).await?;
-        if came.is_some() {
-            return Ok(came);
+        let early = self.until(id, left.min(ROOM), |view| came(view, record, false)).await?;
+        if early.is_some() {
+            return Ok(early);
         }
         // Looked at once more: from now on a pod without a node is worth telling.
         let left = until.saturating_duration_since(room);
-        Ok(self.until(id, left, |view| came_at_last(view, record)).await?)
+        Ok(self.until(id, left, |view| came(view, record, true)).await?)
     }
 
     /// The agent's answer for this run, and the controller's word that it is Ready.
@@ -376,7 +386,7 @@ fn came(view: &View, record: &Record, at_last: bool) -> Option<Came> {
         return Some(Came::Failed("it was replaced by another one".to_owned()));
     }
     match pod.phase {
-        Phase::Running => Some(Came::Up(Box::new(pod.clone()), sandbox.generation)),
+        Phase::Running => Some(Came::Up(pod.uid.clone(), sandbox.generation)),
         Phase::Failed | Phase::Succeeded => Some(Came::Failed(pod.why.clone())),
         Phase::Pending => {
             if let Some(why) = &pod.no_image {
@@ -385,10 +395,6 @@ fn came(view: &View, record: &Record, at_last: bool) -> Option<Came> {
             pod.unschedulable.clone().filter(|_| at_last).map(Came::NoRoom)
         }
     }
-}
-
-fn came_at_last(view: &View, record: &Record) -> Option<Came> {
-    came(view, record, true)
 }
 
 fn request(live: &Live, spec: &SandboxSpec) -> ConfigureRequest {

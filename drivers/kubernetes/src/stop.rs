@@ -107,8 +107,7 @@ impl Inner {
         }
         let live = self.hear(id, record, &pod.uid);
         self.shut_down(&live, until).await?;
-        let (inner, wanted, news) = (self.clone(), id.clone(), Record { flushed: true, ..record.clone() });
-        if let Err(error) = self.step(id, turn, async move { inner.store.note(&wanted, &news) }).await {
+        if let Err(error) = self.note(id, turn, Record { flushed: true, ..record.clone() }).await {
             tracing::warn!(sandbox = %id, %error, "that the files are written out is not noted");
         }
         Ok(())
@@ -257,7 +256,6 @@ mod tests {
             node: "node-1".into(),
             ip: String::new(),
             why: String::new(),
-            exit: None,
             no_image: None,
             unschedulable: None,
         }

@@ -155,7 +155,9 @@ fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
     file.write_all(bytes)?;
     file.sync_data()?;
-    fs::rename(&new, path)
+    fs::rename(&new, path)?;
+    // The new name, too: the cluster is told next.
+    path.parent().map_or(Ok(()), |folder| fs::File::open(folder)?.sync_all())
 }
 
 fn identity(path: &Path) -> io::Result<String> {

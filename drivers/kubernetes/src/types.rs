@@ -5,6 +5,8 @@ use kube::core::Object;
 use serde::{Deserialize, Serialize};
 use torpor_sandbox::SandboxId;
 
+use crate::manifest::CONTAINER;
+
 /// Whose: the identity of a state directory.
 pub(crate) const GATEWAY: &str = "torpor.dev/gateway";
 /// Which sandbox an object is of.
@@ -143,8 +145,6 @@ pub(crate) struct SeenPod {
     pub(crate) ip: String,
     /// Why it is as it is: "Evicted: …".
     pub(crate) why: String,
-    /// The code that its container ended with.
-    pub(crate) exit: Option<i32>,
     /// Its image can't be had.
     pub(crate) no_image: Option<String>,
     /// No node has room.
@@ -220,12 +220,9 @@ impl From<&Pod> for SeenPod {
             .collect();
         let images = ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"];
         let no_image = waiting.iter().find(|text| images.iter().any(|one| text.starts_with(one))).cloned();
-        let terminated = |failed: bool| {
-            let mut all = states().filter_map(|one| one.state.terminated.as_ref());
-            all.find(|end| !failed || end.exit_code != 0)
-        };
-        let end = terminated(true).or_else(|| {
-            let mut own = status.container_statuses.iter().filter(|one| one.name == "sandbox");
+        let mut ends = states().filter_map(|one| one.state.terminated.as_ref());
+        let end = ends.find(|end| end.exit_code != 0).or_else(|| {
+            let mut own = status.container_statuses.iter().filter(|one| one.name == CONTAINER);
             own.find_map(|one| one.state.terminated.as_ref())
         });
         let mut why = said(&status.reason, &status.message);
@@ -253,7 +250,6 @@ impl From<&Pod> for SeenPod {
             node: object.spec.node_name.clone().unwrap_or_default(),
             ip: status.pod_ip.clone(),
             why,
-            exit: end.map(|end| end.exit_code),
             no_image,
             unschedulable: scheduled
                 .filter(|one| one.status == "False" && one.reason == "Unschedulable")
@@ -303,7 +299,6 @@ mod tests {
         let oom = read(
             r#"{"phase":"Failed","containerStatuses":[{"name":"sandbox","state":{"terminated":{"exitCode":137,"reason":"OOMKilled"}}}]}"#,
         );
-        assert_eq!(oom.exit, Some(137));
-        assert!(oom.why.contains("OOMKilled"));
+        assert_eq!(oom.why, "OOMKilled: its container ended with code 137");
     }
 }

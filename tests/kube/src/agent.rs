@@ -77,7 +77,8 @@ impl Local {
     }
 }
 
-async fn until_some(ended: &mut watch::Receiver<Option<i32>>) {
+/// Waits for the code that a pod ended with, or until nobody can tell it any more.
+pub(crate) async fn until_some(ended: &mut watch::Receiver<Option<i32>>) {
     while ended.borrow_and_update().is_none() {
         if ended.changed().await.is_err() {
             return;

@@ -21,8 +21,7 @@ pub(crate) fn outward(resource: usize, version: &str, generation: Generation, st
             spec.insert("replicas".to_owned(), json!(u8::from(running)));
         }
         // Through the webhook the count is not to be relied on; 0 is never written.
-        let pending = text(stored, "/status/phase") == "pending";
-        if generation == Generation::Alpha && running && !stored["status"].is_null() || pending {
+        if generation == Generation::Alpha && running && !stored["status"].is_null() {
             value["status"]["replicas"] = json!(1);
         }
     }

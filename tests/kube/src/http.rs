@@ -20,7 +20,7 @@ use crate::{
     discovery, exec,
     lists::{self, Query},
     patch,
-    resources::{Key, PODS, RESOURCES, SANDBOXES, find},
+    resources::{Key, NAMESPACES, PODS, RESOURCES, SANDBOXES, find},
     status::{Refusal, status},
     store::{Deletion, Part, deleting, text},
     world::{Asked, Trouble, World},
@@ -210,6 +210,14 @@ pub(crate) struct Place {
     pub(crate) resource: Option<usize>,
 }
 
+impl Place {
+    /// Where the object of that name is.
+    fn key(&self, resource: usize, name: String) -> Key {
+        let namespace = self.namespace.clone().filter(|_| RESOURCES[resource].namespaced);
+        (resource, namespace.unwrap_or_default(), name)
+    }
+}
+
 fn crumbs(path: &str) -> Option<Place> {
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
     let (group, version, rest) = match parts.as_slice() {
@@ -252,7 +260,6 @@ fn route(
     let generation = world.generation();
     let resource =
         find(&place.group, &place.version, &place.plural, generation).ok_or_else(Refusal::unknown_path)?;
-    let namespaced = RESOURCES[resource].namespaced;
     let query = Query::parse(&asked.query);
     let Some(name) = place.name.clone() else {
         return match asked.method.as_str() {
@@ -262,13 +269,10 @@ fn route(
             "GET" => lists::list(world, resource, &place.version, place.namespace.as_deref(), &query)
                 .map(|value| Answer::One(200, value)),
             "POST" => create(world, resource, &place, &query, asked),
-            _ => {
-                Err(Refusal::new(405, "MethodNotAllowed", "the server does not allow this method", json!({})))
-            }
+            _ => Err(Refusal::wrong_method()),
         };
     };
-    let namespace = if namespaced { place.namespace.clone().unwrap_or_default() } else { String::new() };
-    let key: Key = (resource, namespace, name);
+    let key = place.key(resource, name);
     let show = |value: &Value| outward(resource, &place.version, generation, value);
     let part = match place.sub.as_deref() {
         None => Part::Main,
@@ -300,7 +304,7 @@ fn route(
             Ok(Answer::One(200, show(&done)))
         }
         "DELETE" => delete(world, &key, &place, &query, &asked.body),
-        _ => Err(Refusal::new(405, "MethodNotAllowed", "the server does not allow this method", json!({}))),
+        _ => Err(Refusal::wrong_method()),
     }
 }
 
@@ -313,11 +317,9 @@ fn create(
 ) -> Result<Answer, Refusal> {
     let mut value = inward(resource, &place.version, asked.body.clone());
     let name = text(&value, "/metadata/name").to_owned();
-    let namespaced = RESOURCES[resource].namespaced;
-    let namespace = if namespaced { place.namespace.clone().unwrap_or_default() } else { String::new() };
-    let key: Key = (resource, namespace.clone(), name);
-    if namespaced && !world.lock().objects.all.contains_key(&(5, String::new(), namespace.clone())) {
-        return Err(Refusal::not_found("", "namespaces", &namespace));
+    let key = place.key(resource, name);
+    if RESOURCES[resource].namespaced {
+        world.lock().objects.get(&(NAMESPACES, String::new(), key.1.clone()))?;
     }
     let made = world.write(|objects| {
         patch::note_update(&json!({}), &mut value, query.get("fieldManager").unwrap_or("unknown"));

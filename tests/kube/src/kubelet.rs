@@ -20,7 +20,7 @@ use tokio::{
 };
 
 use crate::{
-    agent::Local,
+    agent::{Local, until_some},
     resources::{Key, PODS},
     store::{Part, deleting, number, text},
     world::World,
@@ -38,7 +38,6 @@ pub(crate) struct Running {
 enum Agent {
     Local(Arc<Local>),
     Process { pid: i32, folder: tempfile::TempDir, program: PathBuf },
-    None,
 }
 
 /// The pods that run, by uid.
@@ -84,7 +83,6 @@ impl Kubelet {
                     .spawn();
                 child.ok().map(|child| Connection::Process(Box::new(child)))
             }
-            Agent::None => None,
         }
     }
 
@@ -108,7 +106,6 @@ impl Running {
             }
             Agent::Local(local) if signal == Signal::SIGKILL => local.end(137),
             Agent::Local(local) => local.end(143),
-            Agent::None => drop(self.ended.send_replace(Some(143))),
         }
     }
 }
@@ -180,7 +177,6 @@ async fn boot(world: Arc<World>, key: Key, uid: String) {
     }
     let (ended, mut end) = watch::channel(None);
     let agent = match &behaviour.agent {
-        _ if behaviour.hollow => Agent::None,
         None => Agent::Local(Local::new(ended.clone())),
         Some(program) => match start(program, ended.clone()) {
             Ok(agent) => agent,
@@ -200,11 +196,7 @@ async fn boot(world: Arc<World>, key: Key, uid: String) {
             "containerStatuses": [{"name": "sandbox", "ready": true, "state": {"running": {}}}],
         });
     });
-    while end.borrow_and_update().is_none() {
-        if end.changed().await.is_err() {
-            return;
-        }
-    }
+    until_some(&mut end).await;
     let code = end.borrow().unwrap_or_default();
     // One that was killed from outside has its end written by whoever did that.
     if world.kubelet.lock().remove(&uid).is_some() {
@@ -245,14 +237,7 @@ async fn terminate(world: Arc<World>, key: Key, pod: Arc<Value>) {
     if let Some(running) = running {
         let mut end = running.ended.subscribe();
         running.signal(Signal::SIGTERM);
-        let gone = async {
-            while end.borrow_and_update().is_none() {
-                if end.changed().await.is_err() {
-                    return;
-                }
-            }
-        };
-        if tokio::time::timeout(grace, gone).await.is_err() {
+        if tokio::time::timeout(grace, until_some(&mut end)).await.is_err() {
             running.signal(Signal::SIGKILL);
         }
     }

@@ -79,11 +79,6 @@ impl Server {
         std::fs::write(&path, text)?;
         Ok(path)
     }
-
-    /// The cluster itself, to be kept apart from the server.
-    pub fn world(&self) -> Arc<World> {
-        self.world.clone()
-    }
 }
 
 impl Deref for Server {

@@ -55,6 +55,9 @@ pub(crate) const SANDBOXES: usize = 0;
 pub(crate) const PODS: usize = 1;
 pub(crate) const CLAIMS: usize = 2;
 pub(crate) const SERVICES: usize = 3;
+pub(crate) const NAMESPACES: usize = 5;
+pub(crate) const STORAGE_CLASSES: usize = 6;
+pub(crate) const RUNTIME_CLASSES: usize = 7;
 
 /// The first stands for every version of its group that is served.
 pub(crate) static RESOURCES: [Resource; 8] = [

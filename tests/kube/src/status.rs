@@ -60,6 +60,10 @@ impl Refusal {
         Self::new(422, "Invalid", format!("{kind} \"{name}\" is invalid: {field}: {message}"), details)
     }
 
+    pub(crate) fn wrong_method() -> Self {
+        Self::new(405, "MethodNotAllowed", "the server does not allow this method", json!({}))
+    }
+
     pub(crate) fn bad(message: impl AsRef<str>) -> Self {
         Self::new(400, "BadRequest", message, json!({}))
     }

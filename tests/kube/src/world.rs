@@ -11,7 +11,7 @@ use tokio::sync::watch;
 
 use crate::{
     kubelet::Kubelet,
-    resources::{Generation, Key, RESOURCES, SANDBOXES},
+    resources::{Generation, Key, NAMESPACES, RESOURCES, RUNTIME_CLASSES, SANDBOXES, STORAGE_CLASSES},
     status::Refusal,
     store::{Deletion, Objects, Part, text},
 };
@@ -124,8 +124,6 @@ pub struct Behaviour {
     pub unschedulable: bool,
     /// Their image can't be pulled.
     pub no_image: bool,
-    /// Pods run at once and have no agent at all: for measurements of many.
-    pub hollow: bool,
 }
 
 impl Default for Behaviour {
@@ -138,7 +136,6 @@ impl Default for Behaviour {
             agent: None,
             unschedulable: false,
             no_image: false,
-            hollow: false,
         }
     }
 }
@@ -174,7 +171,12 @@ impl World {
             changed: watch::channel(0).0,
             kubelet: Kubelet::default(),
         };
-        for (resource, name) in [(5, NAMESPACE), (5, "default"), (6, "standard"), (7, "kata")] {
+        for (resource, name) in [
+            (NAMESPACES, NAMESPACE),
+            (NAMESPACES, "default"),
+            (STORAGE_CLASSES, "standard"),
+            (RUNTIME_CLASSES, "kata"),
+        ] {
             let key = (resource, String::new(), name.to_owned());
             world.put(&key, json!({"metadata": {"name": name}}));
         }

@@ -4,7 +4,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use torpor_driver_kubernetes::{KubernetesConfig, KubernetesDriver};
-use torpor_sandbox::{ComputeDriver, SandboxId, SandboxSpec};
+use torpor_sandbox::{SandboxId, SandboxSpec};
 use torpor_test_kube::{Behaviour, Generation, Server};
 
 pub struct Bench {
@@ -78,8 +78,4 @@ pub async fn until(what: &str, mut test: impl AsyncFnMut() -> bool) {
         tokio::time::sleep(Duration::from_millis(25)).await;
     }
     panic!("it never came about: {what}");
-}
-
-pub fn dynamic(driver: &Arc<KubernetesDriver>) -> Arc<dyn ComputeDriver> {
-    driver.clone()
 }
