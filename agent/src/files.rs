@@ -135,11 +135,11 @@ pub async fn upload(
         }
         // Without an end before it: the writer takes it for a break.
         drop(pieces);
-        std::future::pending::<()>().await;
+        std::future::pending().await
     };
     let done = tokio::select! {
         done = writing => done,
-        () = feeding => Err(told(file_error::Kind::Other, "the upload has no input")),
+        done = feeding => done,
     };
     UploadResult {
         kind: Some(match done {

@@ -149,16 +149,13 @@ fn has_pci() -> bool {
 fn load(folder: &Path, module: &Module) -> bool {
     let path = folder.join(&module.file);
     let loaded = File::open(&path).and_then(|file| Ok(finit_module(&file, c"", ModuleInitFlags::empty())?));
-    match loaded.as_ref().map_err(io::Error::raw_os_error) {
-        // Already there, or a driver without its device.
-        Ok(()) | Err(Some(libc::EEXIST | libc::ENODEV)) => true,
-        Err(_) => {
-            if let Err(error) = loaded {
-                say(format_args!("load module {}: {error}", path.display()));
-            }
-            false
-        }
+    let Err(error) = loaded else { return true };
+    // Already there, or a driver without its device.
+    let harmless = matches!(error.raw_os_error(), Some(libc::EEXIST | libc::ENODEV));
+    if !harmless {
+        say(format_args!("load module {}: {error}", path.display()));
     }
+    harmless
 }
 
 /// Gives the memory of the modules that are loaded back, and keeps hold of the others: after the switch of the root no

@@ -3,6 +3,7 @@
 mod args;
 mod commands;
 mod failure;
+mod input;
 mod output;
 mod parse;
 mod progress;

@@ -133,4 +133,26 @@ impl Session {
             format => output::structured(format, value),
         }
     }
+
+    /// Prints what became of what was to go, each by its `key`, with the word for one that went and for one that wasn't there:
+    /// an object when `one` was asked for, else a list.
+    pub fn print_removed(
+        &self,
+        key: &str,
+        done: &[(&str, bool)],
+        one: bool,
+        (gone, absent): (&str, &str),
+    ) -> Result<(), Failure> {
+        let value = |(name, removed): &(&str, bool)| serde_json::json!({ key: name, "removed": removed });
+        let names = || done.iter().map(|(name, _)| (*name).to_owned()).collect();
+        let line = |(name, removed): &(&str, bool)| {
+            format!("{} {}\n", output::clean(name), if *removed { gone } else { absent })
+        };
+        let human = || done.iter().map(line).collect();
+        match done {
+            [] if one => Ok(()),
+            [single] if one => self.print(&value(single), names, human),
+            _ => self.print(&done.iter().map(value).collect::<Vec<_>>(), names, human),
+        }
+    }
 }

@@ -348,6 +348,29 @@ impl Service {
             }
         }
     }
+
+    /// A connection to a port of a sandbox, as [`Service::reach`] leads there, and the session that it ends with.
+    ///
+    /// # Errors
+    /// Those of [`Service::reach`], that the sandbox left Ready meanwhile, and why the port takes no connection.
+    pub async fn reach_port(
+        &self,
+        id: &SandboxId,
+        port: u16,
+        wake: bool,
+        why: &str,
+    ) -> Result<(Record, Forward, CancellationToken), ApiError> {
+        let (record, channel, session, woken) = self.reach(id, wake, why).await?;
+        let opened = tokio::select! {
+            opened = connect(channel, port, woken) => Some(opened),
+            () = session.cancelled() => None,
+        };
+        match opened {
+            Some(Ok(forward)) => Ok((record, forward, session)),
+            Some(Err(error)) if !session.is_cancelled() => Err(error.answer(&record, port)),
+            _ => Err(ApiError::not_ready(&self.store.get(id.as_str()).await?)),
+        }
+    }
 }
 
 /// Who listens for one exposed port.
@@ -407,31 +430,14 @@ impl Port {
         let row = service.store.exposed_port(&self.id, self.port).await?;
         let wake = row.is_some_and(|row| row.wake);
         let why = format!("a connection to port {}", self.port);
-        let (record, channel, session, woken) = service.reach(&self.id, wake, &why).await?;
-        let opened = tokio::select! {
-            opened = connect(channel, self.port, woken) => opened,
-            () = session.cancelled() => {
-                return Err(ApiError::not_ready(&service.store.get(self.id.as_str()).await?));
-            }
-        };
-        match opened {
-            Ok(forward) => {
-                forward::carry(stream, forward, &session).await;
-                Ok(())
-            }
-            Err(_) if session.is_cancelled() => {
-                Err(ApiError::not_ready(&service.store.get(self.id.as_str()).await?))
-            }
-            Err(error) => Err(error.answer(&record, self.port)),
-        }
+        let (_, forward, session) = service.reach_port(&self.id, self.port, wake, &why).await?;
+        forward::carry(stream, forward, &session).await;
+        Ok(())
     }
 }
 
 /// Connects to a port. A server in a sandbox that was just woken may take a while to listen.
-///
-/// # Errors
-/// Why there is no connection.
-pub async fn connect(channel: Channel, port: u16, woken: bool) -> Result<Forward, NoForward> {
+async fn connect(channel: Channel, port: u16, woken: bool) -> Result<Forward, NoForward> {
     let until = Instant::now() + if woken { SERVER_LIMIT } else { Duration::ZERO };
     loop {
         match forward::open(channel.clone(), port).await {

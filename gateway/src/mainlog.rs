@@ -322,12 +322,14 @@ impl Service {
             return;
         }
         let (service, id) = (self.clone(), id.clone());
+        // The one that is read now: once the sandbox is gone there would be another, and its readers would wait for ever.
+        let log = self.main_logs.of(&id);
         tokio::spawn(async move {
             tokio::select! {
-                () = service.keep(&id) => {}
+                () = service.keep(&id, &log) => {}
                 () = service.end.cancelled() => {}
             }
-            service.main_logs.of(&id).tell(Live::Ended);
+            log.tell(Live::Ended);
             service.main_logs.end(&id);
             // It may have become Ready between the last look and the end of this.
             if service.is_ready(&id).await && !service.end.is_cancelled() {
@@ -341,7 +343,7 @@ impl Service {
     }
 
     /// Keeps what comes until the sandbox is not Ready any more.
-    async fn keep(&self, id: &SandboxId) {
+    async fn keep(&self, id: &SandboxId, log: &Arc<Log>) {
         let mut pause = AGAIN;
         while let Ok(record) = self.store.get(id.as_str()).await {
             if record.state.phase != Phase::Ready {
@@ -350,40 +352,43 @@ impl Service {
             if let Some(driver) = self.drivers.get(&record.spec.driver)
                 && let Ok(channel) = driver.agent(id).await
             {
-                let heard = self.keep_stream(id, AgentClient::new(channel)).await;
+                let heard = keep_stream(id, log, AgentClient::new(channel)).await;
                 pause = if heard { AGAIN } else { pause };
             }
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(LONG_AGAIN);
         }
     }
+}
 
-    /// One stream of output, to its end. True when there was one.
-    async fn keep_stream(&self, id: &SandboxId, mut agent: AgentClient<tonic::transport::Channel>) -> bool {
-        let Ok(status) = agent.status(StatusRequest {}).await else { return false };
-        // A guest that has no such name is one whose output can't be told apart.
-        let boot = words::boot_id(&status.into_inner().boot_id).unwrap_or("-").to_owned();
-        let Ok(events) = agent.events(EventsRequest {}).await else { return false };
-        let mut events = events.into_inner();
-        let log = self.main_logs.of(id);
-        log.tell(Live::Running);
-        while let Ok(Some(event)) = events.message().await {
-            match event.kind {
-                Some(event::Kind::MainOutput(output)) => {
-                    let (log, boot) = (log.clone(), boot.clone());
-                    let kept = tokio::task::spawn_blocking(move || log.append(&boot, &output)).await;
-                    if let Ok(Err(error)) = kept {
-                        tracing::warn!(%id, %error, "output of a main command can't be kept");
-                        // A disk that is full is not asked for every line.
-                        tokio::time::sleep(AGAIN).await;
-                    }
+/// One stream of output, to its end. True when there was one.
+async fn keep_stream(
+    id: &SandboxId,
+    log: &Arc<Log>,
+    mut agent: AgentClient<tonic::transport::Channel>,
+) -> bool {
+    let Ok(status) = agent.status(StatusRequest {}).await else { return false };
+    // A guest that has no such name is one whose output can't be told apart.
+    let boot = words::boot_id(&status.into_inner().boot_id).unwrap_or("-").to_owned();
+    let Ok(events) = agent.events(EventsRequest {}).await else { return false };
+    let mut events = events.into_inner();
+    log.tell(Live::Running);
+    while let Ok(Some(event)) = events.message().await {
+        match event.kind {
+            Some(event::Kind::MainOutput(output)) => {
+                let (log, boot) = (log.clone(), boot.clone());
+                let kept = tokio::task::spawn_blocking(move || log.append(&boot, &output)).await;
+                if let Ok(Err(error)) = kept {
+                    tracing::warn!(%id, %error, "output of a main command can't be kept");
+                    // A disk that is full is not asked for every line.
+                    tokio::time::sleep(AGAIN).await;
                 }
-                Some(event::Kind::MainExit(_)) => log.tell(Live::Ended),
-                Some(event::Kind::KeepAlive(_)) | None => {}
             }
+            Some(event::Kind::MainExit(_)) => log.tell(Live::Ended),
+            Some(event::Kind::KeepAlive(_)) | None => {}
         }
-        true
     }
+    true
 }
 
 #[cfg(test)]

@@ -123,9 +123,6 @@ pub enum ServeError {
         /// The folder.
         sandboxes: PathBuf,
     },
-    /// gRPC.
-    #[error("gRPC server: {0}")]
-    Grpc(#[from] tonic::transport::Error),
     /// REST.
     #[error(transparent)]
     Rest(#[from] torpor_rest::RestError),
@@ -521,12 +518,16 @@ async fn notice_host_restart(store: &Arc<Store>, drivers: &Drivers) -> Result<()
     }
     if before.is_some() {
         let ready = store.in_phase(Phase::Ready).await?;
+        // Only then must each be looked at.
+        let elsewhere = drivers.all().any(|driver| !driver.is_of_this_host());
         // Side by side, so that they share commits.
         let noted = futures::stream::iter(ready).map(|id| async move {
             hit("serve.host_restart")?;
-            let driver = drivers.get(&store.get(id.as_str()).await?.spec.driver);
-            if driver.is_some_and(|driver| !driver.is_of_this_host()) {
-                return Ok(());
+            if elsewhere {
+                let driver = drivers.get(&store.get(id.as_str()).await?.spec.driver);
+                if driver.is_some_and(|driver| !driver.is_of_this_host()) {
+                    return Ok(());
+                }
             }
             let why = "host was restarted".to_owned();
             store.note(id.to_string(), Event::HostRestarted, why).await.map(drop)

@@ -195,7 +195,7 @@ impl Service {
     ///
     /// # Errors
     /// Bad input (the field is named), a taken name, an unknown image.
-    pub async fn create(self: &Arc<Self>, wish: Wish) -> Result<Arc<Record>, ApiError> {
+    pub async fn create(self: &Arc<Self>, mut wish: Wish) -> Result<Arc<Record>, ApiError> {
         let request = request_key(wish.request_id.clone(), "create", &format!("{wish:?}"))?;
         if let Some(before) = self.made_before(request.clone()).await? {
             return Ok(before);
@@ -207,9 +207,7 @@ impl Service {
         let mut name = given.unwrap_or_else(SandboxName::generate);
         validate_labels(&wish.labels)?;
         validate_annotations(&wish.annotations)?;
-        let mut wish = wish;
         self.fill_in(&mut wish).await?;
-        validate_labels(&wish.labels)?;
         host_files(&mut wish)?;
         let expose = std::mem::take(&mut wish.expose);
         let (labels, annotations) = (wish.labels.clone(), wish.annotations.clone());
@@ -303,7 +301,7 @@ impl Service {
     ) -> Result<SandboxSpec, ApiError> {
         let driver =
             wish.driver.filter(|d| !d.is_empty()).unwrap_or_else(|| self.drivers.default_name().to_owned());
-        self.driver(&driver)?;
+        let backend = self.driver(&driver)?;
         let image = wish.image.filter(|i| !i.is_empty()).unwrap_or_else(|| self.defaults.image.clone());
         if wish.disk_bytes == Some(0) {
             return Err(ApiError::invalid("resources.disk_bytes", "at least one byte is needed"));
@@ -312,7 +310,7 @@ impl Service {
         let (image_digest, image_bytes) = if driver == "sim" {
             ("sha256:sim".to_owned(), 0)
         } else if let Some(digest) = pulled {
-            let sizes = self.driver(&driver)?.images().is_some_and(|images| images.sizes_disks());
+            let sizes = backend.images().is_some_and(|images| images.sizes_disks());
             if wish.disk_bytes.is_some() && !sizes {
                 let problem = format!("the {driver} driver can't limit what a container writes");
                 return Err(ApiError::invalid("resources.disk_bytes", problem));

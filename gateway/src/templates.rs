@@ -74,7 +74,7 @@ pub struct TemplateChange {
 
 impl TemplateSpec {
     /// Says what `wish` leaves out.
-    fn fill(self, wish: &mut Wish) {
+    pub(crate) fn fill(self, wish: &mut Wish) {
         fn or<T>(wish: &mut Option<T>, template: Option<T>) {
             if wish.is_none() {
                 *wish = template;
@@ -208,13 +208,16 @@ impl Service {
     /// Fills in a create from the template that it names; provenance goes into its annotations.
     ///
     /// # Errors
-    /// `NOT_FOUND`.
+    /// `NOT_FOUND`; `INVALID_ARGUMENT` for more labels or annotations than there may be.
     pub(crate) async fn fill_in(&self, wish: &mut Wish) -> Result<(), ApiError> {
         let Some(name) = wish.template.take() else { return Ok(()) };
         let workspace = wish.workspace.clone().unwrap_or_else(|| DEFAULT_WORKSPACE.to_owned());
         let template = self.store.template(TemplateKey { workspace, name }).await?;
         merge(&mut wish.labels, template.labels);
         merge(&mut wish.annotations, template.annotations);
+        // Together they may be too many.
+        validate_labels(&wish.labels)?;
+        validate_annotations(&wish.annotations)?;
         wish.annotations.insert(TEMPLATE.to_owned(), template.name);
         wish.annotations.insert(TEMPLATE_VERSION.to_owned(), template.version.to_string());
         template.spec.fill(wish);

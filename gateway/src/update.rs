@@ -5,7 +5,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::SystemTime};
 
 use torpor_sandbox::{
-    ComputeDriver, DriverError, EgressChange, Field, PendingUpdate, SpecChange, UpdateFailure,
+    ComputeDriver, DriverError, EgressChange, Field, PendingUpdate, SandboxSpec, SpecChange, UpdateFailure,
     failpoint::hit,
     lifecycle::FINISH_UPDATE,
     spec::{size, validate_annotations, validate_labels},
@@ -185,10 +185,9 @@ impl Service {
         change.apply(&mut spec);
         let known = driver.updates();
         if let Some(field) = change.fields(&record.spec).into_iter().find(|field| !known.contains(field)) {
-            let possible: Vec<&str> = known.iter().map(|field| field.as_str()).collect();
-            let possible = match possible.as_slice() {
+            let possible = match known {
                 [] => "only labels and annotations can be changed".to_owned(),
-                fields => format!("it can change {}", fields.join(", ")),
+                fields => format!("it can change {}", names(fields)),
             };
             let message = format!(
                 "{}: the {} driver can't change it of a sandbox that is there; {possible}",
@@ -324,32 +323,19 @@ fn still_pending(record: &Record) -> ApiError {
     error.with("next", finish_command(record))
 }
 
-/// The condition of a sandbox with a pending update: its reason and what is said of it.
-pub fn condition(update: &PendingUpdate, under_way: bool) -> (&str, String) {
-    let fields = |update: &PendingUpdate| match &update.change {
-        change if change.is_empty() => "the record".to_owned(),
-        change => named(change).join(", "),
+/// The condition of a sandbox with this spec and a pending update: its reason and what is said of it.
+pub fn condition<'a>(spec: &SandboxSpec, update: &'a PendingUpdate, under_way: bool) -> (&'a str, String) {
+    let fields = || match update.change.fields(spec).as_slice() {
+        [] => "the record".to_owned(),
+        fields => names(fields),
     };
     match &update.failure {
-        _ if under_way => ("IN_PROGRESS", format!("changes {}", fields(update))),
+        _ if under_way => ("IN_PROGRESS", format!("changes {}", fields())),
         Some(failure) => (&failure.reason, format!("{}: {}", failure.step, failure.message)),
-        None => ("INTERRUPTED", format!("the gateway ended while it changed {}", fields(update))),
+        None => ("INTERRUPTED", format!("the gateway ended while it changed {}", fields())),
     }
 }
 
-/// The fields that a change names.
-fn named(change: &SpecChange) -> Vec<&'static str> {
-    let all = [
-        (change.command.is_some(), Field::Command),
-        (change.environment.is_some(), Field::Environment),
-        (change.workdir.is_some(), Field::Workdir),
-        (change.user.is_some(), Field::User),
-        (change.cpus.is_some(), Field::Cpus),
-        (change.memory_bytes.is_some(), Field::Memory),
-        (change.disk_bytes.is_some(), Field::Disk),
-        (change.egress.is_some(), Field::Egress),
-        (change.restart.is_some(), Field::Restart),
-        (change.stop_grace.is_some(), Field::StopGrace),
-    ];
-    all.into_iter().filter(|(there, _)| *there).map(|(_, field)| field.as_str()).collect()
+fn names(fields: &[Field]) -> String {
+    fields.iter().map(|field| field.as_str()).collect::<Vec<_>>().join(", ")
 }

@@ -437,14 +437,31 @@ async fn a_client_certificate_says_who_it_is_and_a_stranger_s_is_refused() {
         subject: "cert:alice".into(),
         role: v1::Role::Editor.into(),
     };
-    workspaces.set_member(member).await.unwrap();
+    workspaces.set_member(member.clone()).await.unwrap();
     sandbox(&channel, "hers").await;
+    // Tokens that she has made go with it, and so does what is under way with them.
+    let owner = v1::SetMemberRequest { role: v1::Role::Owner.into(), ..member };
+    workspaces.set_member(owner).await.unwrap();
+    let mut request = Request::new(v1::WatchSandboxesRequest::default());
+    let made = role(&channel, "default", v1::Role::Viewer).await;
+    request.metadata_mut().insert("authorization", format!("Bearer {made}").parse().unwrap());
+    let mut events = SandboxesClient::new(admin.clone()).watch(request).await.unwrap().into_inner();
+    assert!(events.message().await.unwrap().is_some());
     let remove = v1::RemoveMemberRequest {
         workspace: "default".into(),
         subject: "cert:alice".into(),
         allow_missing: false,
     };
     workspaces.remove_member(remove).await.unwrap();
+    let ended = async {
+        loop {
+            if let Err(status) = events.message().await.map(|event| event.expect("it ended in order")) {
+                break status;
+            }
+        }
+    };
+    let ended = tokio::time::timeout(Duration::from_secs(20), ended).await.unwrap();
+    assert_eq!(ended.code(), Code::Unauthenticated, "{ended:?}");
     assert_eq!(alice.list(list).await.unwrap_err().code(), Code::NotFound);
     // Plaintext on a TLS port is no way in.
     let plain = Endpoint::from_shared(format!("http://{address}")).unwrap().connect().await;

@@ -8,32 +8,21 @@ mod common;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     fs,
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    path::Path,
     time::{Duration, Instant},
 };
 
-use common::{no_wait, phase, try_channel};
-use tempfile::TempDir;
+use common::{no_wait, phase, process::Process};
 use tonic::{Code, transport::Channel};
-use torpor_gateway::{Config, Gateway, simworld};
+use torpor_gateway::{Config, simworld};
 use torpor_proto::v1::{self, Phase, gateway_client::GatewayClient, sandboxes_client::SandboxesClient};
 
-/// Where the child process finds its folder; nobody else sets it.
-const FOLDER: &str = "TORPOR_CRASH_FOLDER";
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Not a test: the gateway's own process, started by the tests below.
 #[test]
 fn the_gateway_process() {
-    let Some(dir) = std::env::var_os(FOLDER) else { return };
-    let config = config(Path::new(&dir));
-    tokio::runtime::Runtime::new().unwrap().block_on(async {
-        let gateway = Gateway::start(config).await.expect("it starts");
-        // Ended by its failpoint or by its parent.
-        tokio::time::sleep(Duration::from_secs(600)).await;
-        gateway.end().await;
-    });
+    common::process::serve(config);
 }
 
 fn config(dir: &Path) -> Config {
@@ -44,77 +33,6 @@ fn config(dir: &Path) -> Config {
         drivers: vec!["sim".into()],
         enable_sandbox_updates: true,
         ..Config::default()
-    }
-}
-
-/// A folder with a gateway in a process of its own.
-struct Host {
-    dir: TempDir,
-    child: Option<Child>,
-}
-
-impl Host {
-    fn new() -> Self {
-        Self { dir: tempfile::tempdir().unwrap(), child: None }
-    }
-
-    fn start(&mut self, failpoint: Option<&str>) {
-        let log = fs::File::options().create(true).append(true).open(self.dir.path().join("log")).unwrap();
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command
-            .args(["--exact", "the_gateway_process", "--nocapture"])
-            .env(FOLDER, self.dir.path())
-            .env_remove("TORPOR_FAILPOINT")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log);
-        if let Some(failpoint) = failpoint {
-            command.env("TORPOR_FAILPOINT", failpoint);
-        }
-        self.child = Some(command.spawn().unwrap());
-    }
-
-    fn is_dead(&mut self) -> bool {
-        self.child.as_mut().is_none_or(|child| child.try_wait().unwrap().is_some())
-    }
-
-    fn kill(&mut self) {
-        if let Some(mut child) = self.child.take() {
-            // Fails when it is gone already.
-            let _ = child.kill();
-            child.wait().unwrap();
-        }
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
-    }
-
-    /// None: the process has ended.
-    async fn connect(&mut self) -> Option<Channel> {
-        let socket = config(self.dir.path()).socket().unwrap();
-        let end = Instant::now() + PATIENCE;
-        while !self.is_dead() {
-            if let Ok(channel) = try_channel(socket.clone()).await {
-                return Some(channel);
-            }
-            assert!(Instant::now() < end, "it never listened:\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(3)).await;
-        }
-        None
-    }
-
-    fn state(&self) -> PathBuf {
-        self.dir.path().join("state")
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!("--- log\n{}", self.log());
-        }
-        self.kill();
     }
 }
 
@@ -311,7 +229,7 @@ impl Known {
 /// What the gateway says of its sandboxes, what is lent, and what there is.
 type Seen = (Vec<v1::Sandbox>, usize, World);
 
-async fn see(host: &Host, channel: &Channel) -> Seen {
+async fn see(host: &Process, channel: &Channel) -> Seen {
     let request = v1::ListSandboxesRequest { page_size: 1000, ..Default::default() };
     let list = SandboxesClient::new(channel.clone()).list(request).await.unwrap().into_inner().sandboxes;
     let info = GatewayClient::new(channel.clone()).info(v1::InfoRequest {}).await.unwrap().into_inner();
@@ -319,7 +237,7 @@ async fn see(host: &Host, channel: &Channel) -> Seen {
 }
 
 /// All is at rest: nothing changes any more, and what is left of a failed run was given back, which follows an Error at once.
-async fn at_rest(host: &Host, channel: &Channel) -> Seen {
+async fn at_rest(host: &Process, channel: &Channel) -> Seen {
     let end = Instant::now() + PATIENCE;
     let mut before = Vec::new();
     loop {
@@ -341,7 +259,7 @@ async fn at_rest(host: &Host, channel: &Channel) -> Seen {
 }
 
 /// Everything that must hold of a gateway at rest, whatever happened before.
-async fn look_over(host: &Host, channel: &Channel, known: &mut Known, what: &str) {
+async fn look_over(host: &Process, channel: &Channel, known: &mut Known, what: &str) {
     let (list, lent, world) = at_rest(host, channel).await;
     let mut client = SandboxesClient::new(channel.clone());
     assert_eq!(world.violations, Vec::<String>::new(), "{what}");
@@ -424,7 +342,7 @@ impl World {
 /// Tells the story with a gateway that ends at `failpoint`, and goes on with one that doesn't. Whether it was reached.
 async fn crash_at(failpoint: &str, nth: u32) -> bool {
     let what = format!("{failpoint}@{nth}");
-    let mut host = Host::new();
+    let mut host = Process::new(config, PATIENCE);
     let mut known = Known::default();
     if failpoint == "serve.host_restart" {
         before_a_host_restart(&mut host, &mut known).await;
@@ -479,7 +397,7 @@ async fn crash_at(failpoint: &str, nth: u32) -> bool {
 }
 
 /// A Ready sandbox, of a host that has since been started anew.
-async fn before_a_host_restart(host: &mut Host, known: &mut Known) {
+async fn before_a_host_restart(host: &mut Process, known: &mut Known) {
     host.start(None);
     let channel = host.connect().await.unwrap();
     let id = ask(&channel, 0, "a", STORY[0].1).await.unwrap().unwrap();
@@ -591,7 +509,7 @@ async fn load(channel: Channel, number: usize, acknowledged: &std::sync::Mutex<B
 /// Kills the gateway so many times in the middle of requests.
 async fn kill_under_load(times: usize) {
     use rand::Rng as _;
-    let mut host = Host::new();
+    let mut host = Process::new(config, PATIENCE);
     let acknowledged = std::sync::Mutex::default();
     let mut disks = BTreeMap::new();
     for n in 0..times {

@@ -9,33 +9,22 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     path::Path,
-    process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
-use common::{no_wait, phase, try_channel};
+use common::{no_wait, phase, process::Process};
 use serde_json::json;
-use tempfile::TempDir;
 use tonic::{Code, transport::Channel};
-use torpor_gateway::{Config, Gateway, kubernetes::KubernetesSection};
+use torpor_gateway::{Config, kubernetes::KubernetesSection};
 use torpor_proto::v1::{self, Phase, sandboxes_client::SandboxesClient};
 use torpor_test_kube::{Behaviour, Generation, NAMESPACE, Server};
 
-/// Where the child process finds its folder; nobody else sets it.
-const FOLDER: &str = "TORPOR_KUBE_CRASH_FOLDER";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Not a test: the gateway's own process, started by the tests below.
 #[test]
 fn the_gateway_process() {
-    let Some(dir) = std::env::var_os(FOLDER) else { return };
-    let config = config(Path::new(&dir));
-    tokio::runtime::Runtime::new().unwrap().block_on(async {
-        let gateway = Gateway::start(config).await.expect("it starts");
-        // Ended by its failpoint or by its parent.
-        tokio::time::sleep(Duration::from_secs(600)).await;
-        gateway.end().await;
-    });
+    common::process::serve(config);
 }
 
 fn config(dir: &Path) -> Config {
@@ -49,74 +38,18 @@ fn config(dir: &Path) -> Config {
     }
 }
 
-/// A cluster, and a folder with a gateway in a process of its own.
+/// A cluster, and a gateway in a process of its own, which ends first.
 struct Host {
+    gateway: Process,
     cluster: Server,
-    dir: TempDir,
-    child: Option<Child>,
 }
 
 impl Host {
     async fn new(generation: Generation) -> Self {
         let cluster = Server::start(generation, Behaviour::default()).await.unwrap();
-        let dir = tempfile::tempdir().unwrap();
-        cluster.kubeconfig(dir.path()).unwrap();
-        Self { cluster, dir, child: None }
-    }
-
-    fn start(&mut self, failpoint: Option<&str>) {
-        let log = fs::File::options().create(true).append(true).open(self.dir.path().join("log")).unwrap();
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command
-            .args(["--exact", "the_gateway_process", "--nocapture"])
-            .env(FOLDER, self.dir.path())
-            .env_remove("TORPOR_FAILPOINT")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log);
-        if let Some(failpoint) = failpoint {
-            command.env("TORPOR_FAILPOINT", failpoint);
-        }
-        self.child = Some(command.spawn().unwrap());
-    }
-
-    fn is_dead(&mut self) -> bool {
-        self.child.as_mut().is_none_or(|child| child.try_wait().unwrap().is_some())
-    }
-
-    fn kill(&mut self) {
-        if let Some(mut child) = self.child.take() {
-            // Fails when it is gone already.
-            let _ = child.kill();
-            child.wait().unwrap();
-        }
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
-    }
-
-    /// None: the process has ended.
-    async fn connect(&mut self) -> Option<Channel> {
-        let socket = config(self.dir.path()).socket().unwrap();
-        let end = Instant::now() + PATIENCE;
-        while !self.is_dead() {
-            if let Ok(channel) = try_channel(socket.clone()).await {
-                return Some(channel);
-            }
-            assert!(Instant::now() < end, "it never listened:\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        None
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!("--- log\n{}", self.log());
-        }
-        self.kill();
+        let gateway = Process::new(config, PATIENCE);
+        cluster.kubeconfig(gateway.dir.path()).unwrap();
+        Self { gateway, cluster }
     }
 }
 
@@ -235,22 +168,22 @@ async fn crash_at(generation: Generation, failpoint: &str, nth: u32) -> bool {
     let what = format!("{generation:?} {failpoint}@{nth}");
     let mut host = Host::new(generation).await;
     let mut claims = BTreeSet::new();
-    host.start(Some(&format!("{failpoint}=abort*1@{nth}")));
-    let mut at = match host.connect().await {
+    host.gateway.start(Some(&format!("{failpoint}=abort*1@{nth}")));
+    let mut at = match host.gateway.connect().await {
         None => Err(0),
         Some(channel) => go_on(&channel, 0, &what).await,
     };
     let end = Instant::now() + if at.is_ok() { Duration::from_millis(300) } else { PATIENCE };
-    while !host.is_dead() && Instant::now() < end {
+    while !host.gateway.is_dead() && Instant::now() < end {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let reached = host.is_dead();
+    let reached = host.gateway.is_dead();
     if at.is_ok() && reached {
         at = Err(STORY.len());
     }
-    host.kill();
-    host.start(None);
-    let channel = host.connect().await.unwrap_or_else(|| panic!("{what}: it does not start again"));
+    host.gateway.kill();
+    host.gateway.start(None);
+    let channel = host.gateway.connect().await.unwrap_or_else(|| panic!("{what}: it does not start again"));
     if let Err(at) = at {
         // What was acknowledged, or what was asked for when it ended, which may or may not have been written.
         let before = at.checked_sub(1).and_then(|at| wish(STORY[at]));
@@ -328,8 +261,8 @@ async fn a_gateway_killed_at_every_pass_of_every_failpoint_ends_where_it_should(
 #[tokio::test(flavor = "multi_thread")]
 async fn drains_are_mended_and_memory_and_a_missing_kind_are_refused() {
     let mut host = Host::new(Generation::Stable).await;
-    host.start(None);
-    let channel = host.connect().await.unwrap();
+    host.gateway.start(None);
+    let channel = host.gateway.connect().await.unwrap();
     let mut client = SandboxesClient::new(channel.clone());
     ask(&channel, 0).await.unwrap();
     until(&channel, &[Some(Phase::Ready)], "create").await.unwrap();
@@ -348,7 +281,7 @@ async fn drains_are_mended_and_memory_and_a_missing_kind_are_refused() {
         if ready && after.is_some_and(|after| after != before) {
             break;
         }
-        assert!(Instant::now() < end, "it was never mended:\n{}", host.log());
+        assert!(Instant::now() < end, "it was never mended:\n{}", host.gateway.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 
@@ -387,17 +320,17 @@ async fn drains_are_mended_and_memory_and_a_missing_kind_are_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_gateway_that_moves_to_another_node_leaves_its_pods_as_they_are() {
     let mut host = Host::new(Generation::Stable).await;
-    host.start(None);
-    let channel = host.connect().await.unwrap();
+    host.gateway.start(None);
+    let channel = host.gateway.connect().await.unwrap();
     ask(&channel, 0).await.unwrap();
     until(&channel, &[Some(Phase::Ready)], "create").await.unwrap();
     let pod = host.cluster.names("pods").pop().unwrap();
     let uid = |host: &Host| host.cluster.object("pods", &pod).unwrap()["metadata"]["uid"].clone();
     let before = uid(&host);
-    host.kill();
-    common::pretend_host_restart(&host.dir.path().join("state"));
-    host.start(None);
-    let channel = host.connect().await.unwrap();
+    host.gateway.kill();
+    common::pretend_host_restart(&host.gateway.state());
+    host.gateway.start(None);
+    let channel = host.gateway.connect().await.unwrap();
     tokio::time::sleep(Duration::from_millis(500)).await;
     until(&channel, &[Some(Phase::Ready)], "after the move").await.unwrap();
     assert_eq!(uid(&host), before, "nobody asked for another one");
@@ -406,7 +339,7 @@ async fn a_gateway_that_moves_to_another_node_leaves_its_pods_as_they_are() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_doctor_names_versions_rights_and_classes() {
     let host = Host::new(Generation::Early).await;
-    let mut config = config(host.dir.path());
+    let mut config = config(host.gateway.dir.path());
     let by_name = |checks: Vec<torpor_gateway::doctor::Check>| -> BTreeMap<&'static str, (String, String)> {
         let of = |c: torpor_gateway::doctor::Check| (c.name, (format!("{:?}", c.level), c.finding));
         checks.into_iter().map(of).collect()

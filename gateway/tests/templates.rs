@@ -3,9 +3,7 @@
 
 mod common;
 
-use std::collections::HashMap;
-
-use common::{World, channel, create, error_info, no_wait, phase, target};
+use common::{World, channel, create, map, no_wait, phase, refused, target};
 use tonic::{Code, Status, transport::Channel};
 use torpor_proto::v1::{
     self, Phase, delete_sandbox_response::Outcome, templates_client::TemplatesClient,
@@ -19,10 +17,6 @@ const GIB: u64 = 1 << 30;
 
 async fn templates(world: &World) -> Client {
     TemplatesClient::new(channel(world.socket()).await)
-}
-
-fn map(pairs: &[(&str, &str)]) -> HashMap<String, String> {
-    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
 fn words(words: &[&str]) -> Vec<String> {
@@ -58,10 +52,6 @@ fn template(name: &str) -> v1::CreateTemplateRequest {
 
 async fn get(client: &mut Client, name: &str) -> Result<v1::Template, Status> {
     client.get(v1::GetTemplateRequest { template: name.into() }).await.map(tonic::Response::into_inner)
-}
-
-fn refused(status: &Status, code: Code, reason: &str) {
-    assert_eq!((status.code(), error_info(status).0.as_str()), (code, reason), "{status:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -149,6 +139,18 @@ async fn a_create_takes_from_its_template_what_it_does_not_say_itself() {
     assert_eq!((spec.restart_policy(), spec.workdir.as_str()), (v1::RestartPolicy::Never, "/srv"));
     assert_eq!(made.labels, map(&[("team", "red"), ("tier", "web")]));
     assert_eq!(made.annotations["owner"], "eve");
+
+    // Each keeps to the bounds, and so must both together.
+    let large = "x".repeat(200 << 10);
+    let annotated = v1::CreateTemplateRequest { annotations: map(&[("a", &large)]), ..template("large") };
+    client.create(annotated).await.unwrap();
+    let request_of_both = v1::CreateSandboxRequest {
+        template: "large".into(),
+        annotations: map(&[("b", &large)]),
+        ..create("both")
+    };
+    let error = sandboxes.create(request_of_both).await.unwrap_err();
+    assert!(error.message().starts_with("annotations:"), "{error:?}");
 
     // A retry finds the first result, whatever has become of the template.
     client.delete(v1::DeleteTemplateRequest { template: "web".into(), ..Default::default() }).await.unwrap();

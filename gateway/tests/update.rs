@@ -3,9 +3,9 @@
 
 mod common;
 
-use std::{collections::HashMap, time::Duration};
+use std::time::Duration;
 
-use common::{World, create, error_info, no_wait, phase, target};
+use common::{World, create, error_info, map, no_wait, phase, refused, target};
 use futures::StreamExt as _;
 use tonic::{Code, Status, transport::Channel};
 use torpor_gateway::Config;
@@ -42,10 +42,6 @@ async fn stopped() -> (World, Client, v1::Sandbox) {
     client.create(request).await.unwrap();
     let at_rest = client.stop(v1::StopRequest { target: target("web") }).await.unwrap().into_inner();
     (world, client, at_rest)
-}
-
-fn map(pairs: &[(&str, &str)]) -> HashMap<String, String> {
-    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
 fn words(pairs: &[(&str, &str)]) -> Option<v1::StringMap> {
@@ -97,10 +93,6 @@ fn pending(sandbox: &v1::Sandbox) -> Option<&v1::Condition> {
 
 fn backend() -> DriverError {
     DriverError::backend("write the record", "the disk of the pretended host is full")
-}
-
-fn refused(status: &Status, code: Code, reason: &str) {
-    assert_eq!((status.code(), error_info(status).0.as_str()), (code, reason), "{status:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

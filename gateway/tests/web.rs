@@ -8,55 +8,22 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use common::{World, create, target};
 use prost::Message as _;
-use prost_reflect::{DescriptorPool, DynamicMessage, MessageDescriptor};
+use prost_reflect::{DescriptorPool, DynamicMessage};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, UnixStream},
     time::timeout,
 };
-use tonic::{
-    Code, Status,
-    codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder},
-};
+use tonic::Code;
 use tonic_reflection::pb::v1::{
     ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
     server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
 };
 use torpor_proto::v1;
+use torpor_rest::Dynamic;
 use torpor_sandbox::sim::Script;
 
 const LIMIT: Duration = Duration::from_secs(30);
-
-struct Dynamic(MessageDescriptor);
-
-impl Codec for Dynamic {
-    type Encode = DynamicMessage;
-    type Decode = DynamicMessage;
-    type Encoder = Self;
-    type Decoder = Self;
-    fn encoder(&mut self) -> Self {
-        Self(self.0.clone())
-    }
-    fn decoder(&mut self) -> Self {
-        Self(self.0.clone())
-    }
-}
-
-impl Encoder for Dynamic {
-    type Item = DynamicMessage;
-    type Error = Status;
-    fn encode(&mut self, item: DynamicMessage, to: &mut EncodeBuf<'_>) -> Result<(), Status> {
-        item.encode(to).map_err(|error| Status::internal(error.to_string()))
-    }
-}
-
-impl Decoder for Dynamic {
-    type Item = DynamicMessage;
-    type Error = Status;
-    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<DynamicMessage>, Status> {
-        DynamicMessage::decode(self.0.clone(), from).map(Some).map_err(|e| Status::internal(e.to_string()))
-    }
-}
 
 async fn reflect(world: &World, asked: MessageRequest) -> MessageResponse {
     let mut client = ServerReflectionClient::new(world.channel().await);

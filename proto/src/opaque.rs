@@ -17,11 +17,6 @@ impl Opaque {
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
-
-    /// Whether no field is set.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
 }
 
 impl From<Vec<u8>> for Opaque {

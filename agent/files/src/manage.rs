@@ -12,6 +12,7 @@ use nix::{
 use crate::{
     Entry, Kind, Name, Place,
     error::{FileError, Problem},
+    path::folder_in,
     read::{self, names},
     write::{Owner, partial_name},
 };
@@ -34,18 +35,14 @@ pub struct Info {
 /// # Errors
 /// `NotFound` and the like.
 pub fn info(place: &Place, path: &[u8]) -> Result<Info, FileError> {
-    let (parent, name) = parent(place, path)?;
-    let Some((folder, name)) = parent.zip(name) else {
-        return of(place.look(path, true)?, &[], None, None);
+    let Some((folder, name)) = parent(place, path)? else {
+        return Ok(of(place.look(path)?, &[], None));
     };
     match fstatat(&folder, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
         Ok(stat) => {
-            let leads_to = match read::kind(&stat) {
-                Kind::Link => place.look(path, true).ok().map(|stat| read::kind(&stat)),
-                kind => Some(kind),
-            };
-            let mut info = of(stat, name, leads_to, partial(&folder, name))?;
+            let mut info = of(stat, name, partial(&folder, name));
             if info.entry.kind == Kind::Link {
+                info.leads_to = place.look(path).ok().map(|stat| read::kind(&stat));
                 let target =
                     readlinkat(&folder, name).map_err(|e| FileError::of("read the link", path, e))?;
                 info.entry.target = target.as_bytes().to_vec();
@@ -66,10 +63,11 @@ pub fn info(place: &Place, path: &[u8]) -> Result<Info, FileError> {
     }
 }
 
-fn of(stat: FileStat, name: &[u8], leads_to: Option<Kind>, partial: Option<u64>) -> Result<Info, FileError> {
+/// What was looked at; where a link leads is left open.
+fn of(stat: FileStat, name: &[u8], partial: Option<u64>) -> Info {
     let entry = read::entry(name, &stat);
-    let leads_to = leads_to.or_else(|| (entry.kind != Kind::Link).then_some(entry.kind));
-    Ok(Info { entry, leads_to, owner: (stat.st_uid, stat.st_gid), partial })
+    let leads_to = (entry.kind != Kind::Link).then_some(entry.kind);
+    Info { entry, leads_to, owner: (stat.st_uid, stat.st_gid), partial }
 }
 
 fn partial(folder: &OwnedFd, name: &[u8]) -> Option<u64> {
@@ -78,21 +76,23 @@ fn partial(folder: &OwnedFd, name: &[u8]) -> Option<u64> {
 }
 
 /// The folder a path is in, and its last part; none for a root, or a path that ends in `.` or `..`.
-fn parent<'a>(place: &Place, path: &'a [u8]) -> Result<(Option<OwnedFd>, Option<&'a [u8]>), FileError> {
+fn parent<'a>(place: &Place, path: &'a [u8]) -> Result<Option<(OwnedFd, &'a [u8])>, FileError> {
     crate::path::whole(path)?;
-    let mut end = path.len();
-    while end > 0 && path[end - 1] == b'/' {
-        end -= 1;
-    }
-    let path = &path[..end];
+    let path = trimmed(path);
     let from = path.iter().rposition(|byte| *byte == b'/').map_or(0, |at| at + 1);
     let name = &path[from..];
     if matches!(name, b"" | b"." | b"..") {
-        return Ok((None, None));
+        return Ok(None);
     }
     let above = if path[..from].is_empty() { &b"."[..] } else { &path[..from] };
     let folder = place.at(above, OFlag::O_PATH | OFlag::O_DIRECTORY)?;
-    Ok((Some(folder), Some(name)))
+    Ok(Some((folder, name)))
+}
+
+/// Without the slashes at its end.
+fn trimmed(path: &[u8]) -> &[u8] {
+    let end = path.iter().rposition(|byte| *byte != b'/').map_or(0, |at| at + 1);
+    &path[..end]
 }
 
 /// What is in a folder, by name, after `after`, at most `most`; whether there is more.
@@ -107,11 +107,7 @@ pub fn list(place: &Place, path: &[u8], after: &[u8], most: usize) -> Result<(Ve
     for name in all[from..].iter().take(most) {
         // Gone since the names were read.
         let Ok(stat) = fstatat(&folder, name.as_slice(), AtFlags::AT_SYMLINK_NOFOLLOW) else { continue };
-        let leads_to = match read::kind(&stat) {
-            Kind::Link => None,
-            kind => Some(kind),
-        };
-        let mut info = of(stat, name, leads_to, None)?;
+        let mut info = of(stat, name, None);
         if info.entry.kind == Kind::Link {
             info.entry.target =
                 readlinkat(&folder, name.as_slice()).map(|t| t.as_bytes().to_vec()).unwrap_or_default();
@@ -136,25 +132,16 @@ pub fn make_folder(
     if parents && place.folder(path).is_ok() {
         return Ok(());
     }
-    let trimmed = {
-        let end = path.iter().rposition(|byte| *byte != b'/').map_or(0, |at| at + 1);
-        &path[..end]
-    };
+    let trimmed = trimmed(path);
     if parents && let Some(at) = trimmed.iter().rposition(|byte| *byte == b'/') {
         place.folder_made(if at == 0 { b"/" } else { &trimmed[..at] })?;
     }
-    let (Some(folder), Some(name)) = parent(place, trimmed)? else {
+    let Some((folder, name)) = parent(place, trimmed)? else {
         return Err(failed(Errno::EEXIST));
     };
     Name::check(name)?;
     mkdirat(&folder, name, Mode::from_bits_truncate(0o700)).map_err(failed)?;
-    let made = nix::fcntl::openat(
-        &folder,
-        name,
-        OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC,
-        Mode::empty(),
-    )
-    .map_err(failed)?;
+    let made = folder_in(&folder, name).map_err(failed)?;
     if let Some((user, group)) = owner {
         fchown(&made, Some(user.into()), Some(group.into())).map_err(failed)?;
     }
@@ -166,7 +153,7 @@ pub fn make_folder(
 /// # Errors
 /// `NotFound`, `NotEmpty` and the like.
 pub fn remove(place: &Place, path: &[u8], recursive: bool) -> Result<(), FileError> {
-    let (Some(folder), Some(name)) = parent(place, path)? else {
+    let Some((folder, name)) = parent(place, path)? else {
         let shown = crate::error::shown(path);
         return Err(FileError::new(
             Problem::BadPath,
@@ -185,8 +172,7 @@ fn remove_at(folder: &OwnedFd, name: &[u8], path: &[u8], recursive: bool) -> Res
         done => return done.map_err(failed),
     }
     if recursive {
-        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let inner = nix::fcntl::openat(folder, name, flags, Mode::empty()).map_err(failed)?;
+        let inner = folder_in(folder, name).map_err(failed)?;
         for name in names(&inner, path)? {
             let mut below = path.to_vec();
             below.push(b'/');

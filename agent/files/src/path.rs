@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use nix::{
     errno::Errno,
-    fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat2},
+    fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2},
     sys::stat::{FileStat, Mode, fstatat, mkdirat},
 };
 
@@ -69,6 +69,12 @@ pub fn whole(path: &[u8]) -> Result<(), FileError> {
         return wrong(&format!("it has {} bytes, and {LONGEST_PATH} are the most", path.len()));
     }
     Ok(())
+}
+
+/// Opens a folder by its name in another one; a link is not followed.
+pub fn folder_in(folder: impl AsFd, name: &[u8]) -> nix::Result<OwnedFd> {
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    openat(folder, name, flags, Mode::empty())
 }
 
 /// The empty path is the folder itself.
@@ -154,13 +160,12 @@ impl Place {
         openat2(&self.folder, named(path), how).map_err(|errno| FileError::of("open", path, errno))
     }
 
-    /// What is there, its last link followed or not.
+    /// What is there, its last link followed.
     ///
     /// # Errors
     /// As [`Place::at`].
-    pub fn look(&self, path: &[u8], follow: bool) -> Result<FileStat, FileError> {
-        let last = if follow { OFlag::empty() } else { OFlag::O_NOFOLLOW };
-        let found = self.at(path, OFlag::O_PATH | last)?;
+    pub fn look(&self, path: &[u8]) -> Result<FileStat, FileError> {
+        let found = self.at(path, OFlag::O_PATH)?;
         fstatat(&found, "", AtFlags::AT_EMPTY_PATH).map_err(|errno| FileError::of("look at", path, errno))
     }
 }

@@ -19,6 +19,7 @@ use sha2::{Digest as _, Sha256};
 use crate::{
     Entry, Kind, Place,
     error::{FileError, Problem},
+    path::folder_in,
 };
 
 /// Bytes read from a file at once.
@@ -57,7 +58,7 @@ pub trait Sink {
 /// # Errors
 /// What the file system or the sink says; `NotAFile` for a socket, pipe or device.
 pub fn read<S: Sink>(place: &Place, path: &[u8], name: &[u8], sink: &mut S) -> Result<(), S::Error> {
-    let stat = place.look(path, true)?;
+    let stat = place.look(path)?;
     match kind(&stat) {
         Kind::Folder => {
             let folder = place.at(path, OFlag::O_RDONLY | OFlag::O_DIRECTORY)?;
@@ -141,20 +142,21 @@ fn one<S: Sink>(
     sink: &mut S,
     depth: usize,
 ) -> Result<(), S::Error> {
-    let open =
-        |flags: OFlag| openat(folder, name, flags | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW, Mode::empty());
     match kind(stat) {
-        Kind::Folder => match open(OFlag::O_RDONLY | OFlag::O_DIRECTORY) {
+        Kind::Folder => match folder_in(folder, name) {
             Ok(inner) => {
                 sink.begin(entry(path, stat), None)?;
                 walk(inner, path, sink, depth + 1)
             }
             Err(errno) => changed(path, errno, sink),
         },
-        Kind::File => match open(OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY) {
-            Ok(opened) => file(opened, path, sink),
-            Err(errno) => changed(path, errno, sink),
-        },
+        Kind::File => {
+            let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
+            match openat(folder, name, flags | OFlag::O_CLOEXEC, Mode::empty()) {
+                Ok(opened) => file(opened, path, sink),
+                Err(errno) => changed(path, errno, sink),
+            }
+        }
         Kind::Link => match readlinkat(folder, name) {
             Ok(target) => {
                 let mut entry = entry(path, stat);

@@ -24,6 +24,7 @@ use sha2::{Digest as _, Sha256};
 use crate::{
     Entry, Kind, Name, Place, Time,
     error::{FileError, Problem, shown},
+    path::folder_in,
     read,
 };
 
@@ -270,9 +271,7 @@ impl Writer {
             let text = format!("'{}': more than {DEEPEST} folders in each other", shown(&entry.path));
             return Err(FileError::new(Problem::BadPath, text));
         }
-        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let opened = openat(&*spot.folder, spot.name.as_slice(), flags, Mode::empty())
-            .map_err(spot.failed("open the folder"))?;
+        let opened = folder_in(&*spot.folder, &spot.name).map_err(spot.failed("open the folder"))?;
         if let Some((user, group)) = self.options.owner {
             fchown(&opened, Some(user.into()), Some(group.into()))
                 .map_err(spot.failed("set the owner of"))?;

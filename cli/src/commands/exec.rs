@@ -1,7 +1,7 @@
 //! `torpor exec`
 
 use std::{
-    io::{self, Read as _, Write as _},
+    io::{self, Write as _},
     thread,
     time::Duration,
 };
@@ -17,15 +17,13 @@ use torpor_sdk::{Code, Error, Exec, ExecInput, ExecOutput, Output, v1};
 use super::Outcome;
 use crate::{
     failure::{BROKEN_PIPE, FAILED, Failure, LOST},
-    parse,
+    input, parse,
     session::Session,
     terminal::{self, RawMode},
 };
 
 /// Chunks between the network and our standard output: beyond it the network waits, so that memory stays flat.
 const CHUNKS_IN_FLIGHT: usize = 4;
-/// Bytes read from standard input at once.
-const READ_SIZE: usize = 32 << 10;
 /// An interrupt that is typed this often ends us, even when the other side doesn't answer.
 const INTERRUPTS_TO_GIVE_UP: u32 = 3;
 
@@ -227,30 +225,14 @@ fn write_all(chunks: &mut mpsc::Receiver<Chunk>) -> io::Result<()> {
     Ok(())
 }
 
-async fn forward_stdin(input: &ExecInput) {
-    let (sender, mut chunks) = mpsc::channel::<Bytes>(1);
-    // A read of standard input can't be called off: the thread is left behind when the command ends first.
-    thread::spawn(move || {
-        let mut buffer = vec![0; READ_SIZE];
-        loop {
-            match io::stdin().lock().read(&mut buffer) {
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Ok(0) | Err(_) => break,
-                Ok(count) => {
-                    let chunk = buffer.get(..count).unwrap_or_default();
-                    if sender.blocking_send(Bytes::copy_from_slice(chunk)).is_err() {
-                        break;
-                    }
-                }
-            }
-        }
-    });
+async fn forward_stdin(command: &ExecInput) {
+    let mut chunks = input::pieces(1);
     while let Some(chunk) = chunks.recv().await {
-        if !input.write(chunk).await {
+        if !command.write(chunk).await {
             return;
         }
     }
-    input.close().await;
+    command.close().await;
 }
 
 /// The signals that we take note of.

@@ -3,31 +3,26 @@
 
 use std::{
     fs,
-    io::{self, Read as _, Write as _},
+    io::{self, Write as _},
     os::unix::{
         fs::{DirBuilderExt as _, OpenOptionsExt as _},
         process::ExitStatusExt as _,
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    thread,
     time::SystemTime,
 };
 
-use bytes::Bytes;
 use clap::Args;
-use tokio::sync::mpsc;
-use torpor_sdk::{Client, ForwardOutput, SshInput, v1};
+use torpor_sdk::{Client, ForwardOutput, v1};
 
 use super::Outcome;
 use crate::{
     failure::{FAILED, Failure, LOST, PRECONDITION},
-    output,
+    input, output,
     session::Session,
 };
 
-/// Bytes read from the client at once.
-const PIECE: usize = 32 << 10;
 /// What a name in known_hosts and in a session begins with.
 const ALIAS: &str = "torpor-";
 
@@ -36,7 +31,7 @@ pub struct SshArgs {
     /// Who to log in as.
     #[arg(short, long, default_value = "root")]
     login: String,
-    /// An option of ssh's, as in -o ForwardAgent=yes. May be repeated.
+    /// An option of ssh's, which takes it after its own -o: `-O SendEnv=LANG`. May be repeated.
     #[arg(short = 'O', long = "option", value_name = "KEY=VALUE")]
     options: Vec<String>,
     /// Name or id of a ready sandbox.
@@ -293,31 +288,15 @@ pub async fn proxy_command(session: &Session, args: SshProxyArgs) -> Outcome {
 }
 
 async fn carry(client: &Client, token: &str) -> Result<(), Failure> {
-    let (input, output) = client.ssh(token).await?;
-    let (sender, mut chunks) = mpsc::channel::<Bytes>(4);
-    // A read of standard input can't be called off: the thread is left behind when the server ends first.
-    thread::spawn(move || {
-        let mut buffer = vec![0; PIECE];
-        loop {
-            match io::stdin().lock().read(&mut buffer) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(0) | Err(_) => break,
-                Ok(count) => {
-                    let chunk = Bytes::copy_from_slice(buffer.get(..count).unwrap_or_default());
-                    if sender.blocking_send(chunk).is_err() {
-                        break;
-                    }
-                }
-            }
-        }
-    });
+    let (server, output) = client.ssh(token).await?;
+    let mut chunks = input::pieces(4);
     let upwards = async {
         while let Some(chunk) = chunks.recv().await {
-            if !input.write(chunk).await {
+            if !server.write(chunk).await {
                 break;
             }
         }
-        SshInput::close(&input).await;
+        server.close().await;
         std::future::pending::<()>().await;
     };
     tokio::select! {

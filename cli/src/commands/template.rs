@@ -10,7 +10,6 @@ use torpor_sdk::v1;
 use super::{Outcome, spec::SpecArgs};
 use crate::{
     output::{
-        clean,
         table::{age, fields, table},
         view::{self, text},
     },
@@ -155,14 +154,10 @@ pub async fn run(session: &Session, command: TemplateCommand) -> Outcome {
         }
         TemplateCommand::Delete { names, allow_missing } => {
             let mut code = 0;
+            let mut done = Vec::new();
             for name in &names {
                 match client.delete_template(name, allow_missing).await {
-                    Ok(removed) => {
-                        let value = serde_json::json!({ "name": name, "removed": removed });
-                        let word = if removed { "deleted" } else { "absent" };
-                        let human = || format!("{} {word}\n", clean(name));
-                        session.print(&value, || vec![name.clone()], human)?;
-                    }
+                    Ok(removed) => done.push((name.as_str(), removed)),
                     Err(error) => {
                         let failure = crate::failure::Failure::from(error);
                         code = if code == 0 { failure.code } else { code };
@@ -170,6 +165,7 @@ pub async fn run(session: &Session, command: TemplateCommand) -> Outcome {
                     }
                 }
             }
+            session.print_removed("name", &done, names.len() == 1, ("deleted", "absent"))?;
             Ok(code)
         }
     }

@@ -109,9 +109,7 @@ pub async fn run(session: &Session, command: TokenCommand) -> Outcome {
         }
         TokenCommand::Revoke { id, ignore_missing } => {
             let removed = session.connect().await?.revoke_token(&id, ignore_missing).await?;
-            let value = serde_json::json!({ "id": id, "removed": removed });
-            let word = if removed { "revoked" } else { "was not there" };
-            session.print(&value, || vec![id.clone()], || format!("{} {word}\n", clean(&id)))?;
+            session.print_removed("id", &[(&id, removed)], true, ("revoked", "was not there"))?;
             Ok(0)
         }
     }

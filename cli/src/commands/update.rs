@@ -16,6 +16,30 @@ use crate::{failure::Failure, parse, session::Session};
 /// How often an update is made anew because the sandbox was changed meanwhile.
 const TRIES: usize = 5;
 
+/// What makes no sense together with an update that was asked for before.
+const CHANGES: [&str; 20] = [
+    "version",
+    "labels",
+    "annotations",
+    "env",
+    "env_file",
+    "unset",
+    "clear_env",
+    "cpus",
+    "memory",
+    "disk",
+    "workdir",
+    "user",
+    "restart",
+    "stop_grace",
+    "image",
+    "egress",
+    "allow",
+    "allow_names",
+    "no_command",
+    "command",
+];
+
 #[derive(Args)]
 pub struct UpdateArgs {
     /// Name or id.
@@ -67,13 +91,10 @@ pub struct UpdateArgs {
     #[arg(long, conflicts_with = "command")]
     no_command: bool,
     /// Do what an update that stopped on the way has not done yet.
-    #[arg(long, conflicts_with_all = [
-        "version", "labels", "annotations", "env", "env_file", "unset", "clear_env", "cpus", "memory", "disk", "workdir",
-        "user", "restart", "stop_grace", "image", "egress", "allow", "allow_names", "no_command", "command",
-    ])]
+    #[arg(long, conflicts_with_all = CHANGES)]
     resume_pending: bool,
     /// Give up what an update that stopped on the way has not done yet.
-    #[arg(long, conflicts_with_all = ["resume_pending", "version", "labels", "annotations", "command"])]
+    #[arg(long, conflicts_with = "resume_pending", conflicts_with_all = CHANGES)]
     abandon_pending: bool,
     /// Another main command.
     #[arg(last = true, value_name = "COMMAND")]

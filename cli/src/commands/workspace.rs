@@ -151,9 +151,7 @@ pub async fn run(session: &Session, command: WorkspaceCommand) -> Outcome {
         }
         WorkspaceCommand::Delete { name, ignore_missing } => {
             let removed = client.delete_workspace(&name, ignore_missing).await?;
-            let value = serde_json::json!({ "name": name, "removed": removed });
-            let word = if removed { "deleted" } else { "was not there" };
-            session.print(&value, || vec![name.clone()], || format!("{} {word}\n", clean(&name)))?;
+            session.print_removed("name", &[(&name, removed)], true, ("deleted", "was not there"))?;
             Ok(0)
         }
         WorkspaceCommand::Member { command } => member(session, command).await,
@@ -209,9 +207,8 @@ async fn member(session: &Session, command: MemberCommand) -> Outcome {
         }
         MemberCommand::Remove { subject, ignore_missing } => {
             let removed = client.remove_member("", &subject, ignore_missing).await?;
-            let value = serde_json::json!({ "subject": subject, "removed": removed });
-            let word = if removed { "is no member any more" } else { "was no member" };
-            session.print(&value, || vec![subject.clone()], || format!("{} {word}\n", clean(&subject)))?;
+            let words = ("is no member any more", "was no member");
+            session.print_removed("subject", &[(&subject, removed)], true, words)?;
         }
     }
     Ok(0)

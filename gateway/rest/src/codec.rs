@@ -7,7 +7,7 @@ use tonic::{
     codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder},
 };
 
-/// For calls that answer with this type.
+/// A codec for calls that answer with this type.
 pub struct Dynamic(pub MessageDescriptor);
 
 /// Writes.

@@ -1,7 +1,7 @@
 //! What pages of other origins may do: nothing, unless the origin is listed. Refused is refused, not merely unreadable:
 //! a browser sends simple requests without asking first.
 
-use http::{HeaderMap, HeaderValue, Method, StatusCode, header, request::Parts};
+use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, header};
 
 /// For how long a browser may remember a permission, seconds.
 const REMEMBERED: &str = "600";
@@ -42,8 +42,9 @@ impl Cors {
     }
 
     /// Whether it is a browser's question before the request itself.
-    pub fn is_question(parts: &Parts) -> bool {
-        parts.method == Method::OPTIONS && parts.headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
+    pub fn is_question<B>(request: &Request<B>) -> bool {
+        request.method() == Method::OPTIONS
+            && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
     }
 
     /// The answer to that question.

@@ -97,11 +97,9 @@ impl Rest {
             Origin::Refused(origin) => return Ok(self.refuse_origin(&origin)),
         };
         let speech = speech(request.headers());
-        let (parts, body) = request.into_parts();
-        if let Some(origin) = origin.clone().filter(|_| Cors::is_question(&parts)) {
+        if let Some(origin) = origin.clone().filter(|_| Cors::is_question(&request)) {
             return Ok(Cors::answer(origin));
         }
-        let request = Request::from_parts(parts, body);
         let mut response = match speech {
             Speech::Grpc if request.version() == Version::HTTP_2 => {
                 let answered = inner.oneshot(request).await?;

@@ -34,6 +34,7 @@ use prost_reflect::DescriptorPool;
 use tonic::Status;
 
 pub use call::LARGEST_OBJECT;
+pub use codec::Dynamic;
 pub use front::{Front, FrontLayer};
 
 use cors::Cors;

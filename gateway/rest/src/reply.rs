@@ -4,7 +4,7 @@ use std::{convert::Infallible, pin::Pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures::{Stream, StreamExt as _, stream};
-use http::{HeaderMap, Response, header};
+use http::{HeaderMap, Response, StatusCode, header};
 use http_body::Frame;
 use http_body_util::StreamBody;
 use prost_reflect::{DescriptorPool, DynamicMessage, ReflectMessage as _, SerializeOptions};
@@ -88,9 +88,7 @@ fn text(message: &DynamicMessage) -> Result<String, Status> {
 pub fn one(message: &DynamicMessage) -> Result<Response<Body>, Status> {
     let mut text = text(message)?;
     text.push('\n');
-    let mut response = Response::new(Body::new(http_body_util::Full::new(Bytes::from(text))));
-    status::head(response.headers_mut(), "application/json");
-    Ok(response)
+    Ok(status::json(StatusCode::OK, text))
 }
 
 /// Messages as they come.
@@ -152,12 +150,5 @@ pub fn many(messages: Messages, form: Form, types: Arc<DescriptorPool>) -> Respo
     });
     let mut response = Response::new(Body::new(StreamBody::new(pieces)));
     status::head(response.headers_mut(), form.content_type());
-    response
-}
-
-/// A document that was made before.
-pub fn document(text: &Bytes) -> Response<Body> {
-    let mut response = Response::new(Body::new(http_body_util::Full::new(text.clone())));
-    status::head(response.headers_mut(), "application/json");
     response
 }

@@ -86,7 +86,7 @@ pub fn response(status: &Status, types: &DescriptorPool) -> Response<Body> {
 
 /// The same with an HTTP code that says more than the status's.
 pub fn with_code(status: &Status, code: StatusCode, types: &DescriptorPool) -> Response<Body> {
-    let mut response = json_response(code, &object(status, types));
+    let mut response = json(code, format!("{}\n", object(status, types)));
     let headers = response.headers_mut();
     if let Some(seconds) = retry_after(status) {
         headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
@@ -97,11 +97,9 @@ pub fn with_code(status: &Status, code: StatusCode, types: &DescriptorPool) -> R
     response
 }
 
-/// A JSON document as an answer.
-pub fn json_response(code: StatusCode, value: &Value) -> Response<Body> {
-    let mut text = value.to_string();
-    text.push('\n');
-    let mut response = Response::new(Body::new(http_body_util::Full::new(bytes::Bytes::from(text))));
+/// A JSON document, whose text this is, as an answer.
+pub fn json(code: StatusCode, text: impl Into<bytes::Bytes>) -> Response<Body> {
+    let mut response = Response::new(Body::new(http_body_util::Full::new(text.into())));
     *response.status_mut() = code;
     head(response.headers_mut(), "application/json");
     response

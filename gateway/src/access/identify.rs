@@ -6,7 +6,7 @@ use http::{HeaderMap, header::AUTHORIZATION};
 use rand::RngCore as _;
 use sha2::{Digest as _, Sha256};
 
-use super::{Access, By, Grant, Identity, grant_of};
+use super::{Access, By, Grant, Identity, TOKEN, grant_of};
 use crate::{
     config::Anonymous,
     error::{ApiError, Code},
@@ -47,7 +47,7 @@ impl Peer {
 }
 
 /// Begins every secret, so that scanners of leaks know it.
-const PREFIX: &str = "tpr_";
+pub const PREFIX: &str = "tpr_";
 /// Random bytes of a secret, and of a token's id.
 const SECRET: usize = 32;
 const ID: usize = 8;
@@ -173,7 +173,7 @@ impl Access {
             ));
         }
         // Names of tokens are for people, and not unique.
-        let subject = format!("token:{}", found.id);
+        let subject = format!("{TOKEN}{}", found.id);
         let home = found.workspace.clone();
         let grant = match &found.sandbox {
             Some(sandbox) => Grant::Sandbox(sandbox.parse().map_err(|_| wrong())?),

@@ -196,30 +196,30 @@ where
         self.inner.poll_ready(context)
     }
 
-    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
         let ready = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, ready);
         let access = self.access.clone();
         Box::pin(async move {
-            let peer = request.extensions().get::<Peer>().cloned();
-            let from = peer.as_ref().map(Peer::address).unwrap_or_default();
-            let (path, headers) = (request.uri().path().to_owned(), request.headers().clone());
-            let caller = match admit(&access, &path, &headers, peer.as_ref()).await {
+            let (mut parts, body) = request.into_parts();
+            let (path, peer) = (parts.uri.path(), parts.extensions.get::<Peer>());
+            let from = peer.map(Peer::address).unwrap_or_default();
+            let caller = match admit(&access, path, &parts.headers, peer).await {
                 Ok(caller) => caller,
                 Err(error) => {
                     // Strangers write nothing to the log: they could fill it.
                     if error.code == Code::PermissionDenied
-                        && methods::of_path(&path).is_some_and(|method| method.changes)
+                        && methods::of_path(path).is_some_and(|method| method.changes)
                     {
-                        access.audit.refused(&path, &from, &error);
+                        access.audit.refused(path, &from, &error);
                     }
                     return Ok(to_status(error).into_http());
                 }
             };
-            request.extensions_mut().insert(caller.clone());
+            parts.extensions.insert(caller.clone());
             let ended = rights_end(access.joined(&caller.identity.subject), caller.identity.expires);
             let mut noted = Noted { access, caller, from, begun: Instant::now(), outcome: None };
-            let response = inner.call(request).await?;
+            let response = inner.call(Request::from_parts(parts, body)).await?;
             noted.outcome = Some(outcome(&response));
             Ok(response.map(|inner| Body::new(Bounded { inner, ended: Some(Box::pin(ended)) })))
         })

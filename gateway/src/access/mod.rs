@@ -27,7 +27,7 @@ use torpor_sandbox::{
 };
 
 pub use audit::Audit;
-pub use identify::{Peer, certificate_subject, hash_of, new_secret};
+pub use identify::{PREFIX as SECRET_PREFIX, Peer, certificate_subject, hash_of, new_secret};
 pub use layer::Guard;
 pub use methods::{Method, Need};
 pub use oidc::Oidc;
@@ -39,6 +39,8 @@ use crate::{
 
 /// Callers whose calls can be ended, at most.
 const MOST_LIVE: usize = 100_000;
+/// Begins the subjects of those who are known by a token of ours; its id follows.
+const TOKEN: &str = "token:";
 
 /// What the gateway knows of everybody's rights.
 pub struct Access {
@@ -150,7 +152,8 @@ impl Access {
         Ok(access)
     }
 
-    /// Makes a change of rights, and has it in force when this returns, whether or not the caller waits.
+    /// Makes a change of rights, and has it in force when this returns, whether or not the caller waits: what is under
+    /// way with rights that are gone has ended then.
     ///
     /// # Errors
     /// The change's, or the database's.
@@ -169,7 +172,7 @@ impl Access {
     }
 
     /// Ends what a caller has under way, after its rights have shrunk.
-    pub fn end_calls(&self, subject: &str) {
+    fn end_calls(&self, subject: &str) {
         let ended = self.live.lock().unwrap_or_else(PoisonError::into_inner).remove(subject);
         if let Some(ended) = ended {
             ended.cancel();
@@ -186,23 +189,38 @@ impl Access {
         live.entry(subject.to_owned()).or_default().clone()
     }
 
-    /// Reads the table of members anew. Whose role in a workspace shrank loses what it has under way.
+    /// Callers with calls that can be ended, who are known by tokens of ours with these ids.
+    fn live_tokens(&self) -> Vec<String> {
+        let live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
+        live.keys().filter_map(|subject| subject.strip_prefix(TOKEN)).map(str::to_owned).collect()
+    }
+
+    /// Reads the table of members anew. Whose role in a workspace shrank, and whose token is gone, loses what it has under
+    /// way.
     async fn reload(&self) -> Result<(), StoreError> {
+        // Before the tokens are read: one that is made meanwhile is not among them.
+        let live = self.live_tokens();
+        if !live.is_empty() {
+            let there = self.store.token_ids().await?;
+            live.iter()
+                .filter(|id| !there.contains(*id))
+                .for_each(|id| self.end_calls(&format!("{TOKEN}{id}")));
+        }
         let mut members: HashMap<String, BTreeMap<String, Role>> = HashMap::new();
         for Member { workspace, subject, role, .. } in self.store.all_members().await? {
             members.entry(subject).or_default().insert(workspace, role);
         }
-        let before = {
+        let shrunk: Vec<String> = {
             let mut held = self.members.write().unwrap_or_else(PoisonError::into_inner);
-            std::mem::replace(&mut *held, members.clone())
+            let shrank = |(subject, had): &(&String, &BTreeMap<String, Role>)| {
+                let has = members.get(*subject);
+                had.iter().any(|(place, role)| has.and_then(|has| has.get(place)) < Some(role))
+            };
+            let shrunk = held.iter().filter(shrank).map(|(subject, _)| subject.clone()).collect();
+            *held = members;
+            shrunk
         };
-        for (subject, had) in before {
-            let has = members.get(&subject);
-            let shrank = had.iter().any(|(place, role)| has.and_then(|has| has.get(place)) < Some(role));
-            if shrank {
-                self.end_calls(&subject);
-            }
-        }
+        shrunk.iter().for_each(|subject| self.end_calls(subject));
         Ok(())
     }
 
@@ -343,7 +361,7 @@ impl Caller {
         if named.is_empty() {
             return Ok(String::new());
         }
-        self.speaks_of(&clip(named));
+        self.speaks_of(named);
         if let Grant::Sandbox(own) = &self.identity.grant {
             return self.own(own, named).await;
         }

@@ -6,13 +6,13 @@ use tonic::{Request, Response, Status};
 use torpor_proto::v1;
 
 use super::{
-    Shared, convert, to_status,
+    Shared, convert,
     workspaces::{role, wanted_role},
 };
 use crate::{
     access::{self, Caller, Grant, hash_of, new_secret},
     error::{ApiError, Code},
-    store::{Rights, Role, StoreError, Token},
+    store::{Rights, Role, Token},
 };
 
 /// Longest name of a token, bytes.
@@ -57,13 +57,17 @@ fn expiry(lifetime: Option<prost_types::Duration>) -> Result<Option<SystemTime>,
     Ok(Some(SystemTime::now() + lifetime))
 }
 
-fn admins_only<T>(what: &str) -> Result<T, ApiError> {
-    Err(ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", format!("{what} is for administrators")))
+fn admins_only(what: &str) -> ApiError {
+    ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", format!("{what} is for administrators"))
 }
 
 impl AccessApi {
-    /// What a token may be made for: never for more than its maker has.
-    async fn wanted(&self, caller: &Caller, request: v1::CreateTokenRequest) -> Result<Token, ApiError> {
+    /// A token that may be made, which is never for more than its maker has, and its secret.
+    async fn wanted(
+        &self,
+        caller: &Caller,
+        request: v1::CreateTokenRequest,
+    ) -> Result<(Token, String), ApiError> {
         let name = name(request.name)?;
         // Never longer than the token that it is made with.
         let expires = match (expiry(request.lifetime)?, caller.identity().expires) {
@@ -75,7 +79,7 @@ impl AccessApi {
             return Err(ApiError::invalid("admin", "it is not bound to a role, workspace or sandbox"));
         }
         if (request.admin || request.all_workspaces) && !caller.is_admin() {
-            return admins_only("a token for more than one workspace");
+            return Err(admins_only("a token for more than one workspace"));
         }
         let mut workspace = match request.admin || request.all_workspaces || !request.sandbox.is_empty() {
             true => None,
@@ -103,12 +107,10 @@ impl AccessApi {
         };
         let (id, secret) = new_secret();
         caller.speaks_of(&id);
-        let created_by = caller.identity().subject.clone();
-        let created = SystemTime::now();
-        // The hash takes the secret's place before it is written anywhere.
-        let token =
-            Token { id, name, hash: secret, role: rights, workspace, sandbox, created_by, created, expires };
-        Ok(token)
+        let (created_by, created) = (caller.identity().subject.clone(), SystemTime::now());
+        let hash = hash_of(&secret);
+        let token = Token { id, name, hash, role: rights, workspace, sandbox, created_by, created, expires };
+        Ok((token, secret))
     }
 }
 
@@ -138,10 +140,8 @@ impl v1::access_server::Access for AccessApi {
 
     async fn create_token(&self, request: Request<v1::CreateTokenRequest>) -> Reply<v1::CreateTokenResponse> {
         let caller = access::caller(&request)?;
-        let mut token = self.wanted(&caller, request.into_inner()).await.map_err(to_status)?;
-        let secret = std::mem::take(&mut token.hash);
-        token.hash = hash_of(&secret);
-        let token = self.0.store.add_token(token).await.map_err(|e| to_status(e.into()))?;
+        let (token, secret) = self.wanted(&caller, request.into_inner()).await?;
+        let token = self.0.store.add_token(token).await?;
         Ok(Response::new(v1::CreateTokenResponse { token: Some(shown(token)), secret }))
     }
 
@@ -149,40 +149,33 @@ impl v1::access_server::Access for AccessApi {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
         let workspace = match request.all_workspaces {
-            true if !caller.is_admin() => return admins_only("the list of all tokens").map_err(to_status),
+            true if !caller.is_admin() => return Err(admins_only("the list of all tokens").into()),
             true => None,
-            false => Some(caller.workspace(&request.workspace).map_err(to_status)?),
+            false => Some(caller.workspace(&request.workspace)?),
         };
-        let tokens = self.0.store.tokens(workspace.as_deref()).await.map_err(|e| to_status(e.into()))?;
+        let tokens = self.0.store.tokens(workspace.as_deref()).await?;
         Ok(Response::new(v1::ListTokensResponse { tokens: tokens.into_iter().map(shown).collect() }))
     }
 
     async fn revoke_token(&self, request: Request<v1::RevokeTokenRequest>) -> Reply<v1::RevokeTokenResponse> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let workspace = caller.workspace("").map_err(to_status)?;
+        let workspace = caller.workspace("")?;
         caller.speaks_of(&request.id);
-        let found = self.0.store.token(&request.id).await.map_err(|e| to_status(e.into()))?;
+        let found = self.0.store.token(&request.id).await?;
         // What is another workspace's isn't there.
         let found = found.filter(|token| caller.is_admin() || token.workspace.as_ref() == Some(&workspace));
         let removed = match found {
             Some(token) => {
-                let (store, access) = (self.0.store.clone(), caller.access().clone());
-                // In a task of its own: what is revoked ends, whether or not the caller waits.
-                let revoked = tokio::spawn(async move {
-                    let removed = store.remove_token(token.id).await?;
-                    removed.iter().for_each(|id| access.end_calls(&format!("token:{id}")));
-                    Ok::<_, StoreError>(!removed.is_empty())
-                });
-                let revoked = revoked.await.map_err(|e| to_status(ApiError::internal(e)))?;
-                revoked.map_err(|e| to_status(e.into()))?
+                let store = self.0.store.clone();
+                caller.access().change(async move { store.remove_token(token.id).await }).await?
             }
             None => false,
         };
         if !removed && !request.allow_missing {
             let message = format!("no token '{}'", request.id.escape_debug());
             let error = ApiError::new(Code::NotFound, "TOKEN_NOT_FOUND", message);
-            return Err(to_status(error.with("next", "torpor token list")));
+            return Err(error.with("next", "torpor token list").into());
         }
         Ok(Response::new(v1::RevokeTokenResponse { removed }))
     }

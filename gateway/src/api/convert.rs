@@ -13,6 +13,7 @@ use crate::{
     pressure::Space,
     service::{Target, View, Wish},
     store::Transition,
+    templates::TemplateSpec,
     update,
 };
 
@@ -22,6 +23,11 @@ pub fn time(at: SystemTime) -> Option<prost_types::Timestamp> {
 
 pub fn duration(d: Duration) -> Option<prost_types::Duration> {
     prost_types::Duration::try_from(d).ok()
+}
+
+/// A text from a client; none when it is empty.
+pub fn text(text: String) -> Option<String> {
+    Some(text).filter(|text| !text.is_empty())
 }
 
 /// A duration from a client: none, or not negative.
@@ -87,21 +93,15 @@ pub fn target(target: Option<v1::Target>) -> Result<(Target, bool), ApiError> {
     let target = Target {
         sandbox: target.sandbox,
         expected_version: Some(target.expected_version).filter(|&v| v > 0),
-        request_id: Some(target.request_id).filter(|id| !id.is_empty()),
+        request_id: text(target.request_id),
     };
     Ok((target, wait))
 }
 
-pub fn wish(request: v1::CreateSandboxRequest) -> Result<Wish, ApiError> {
-    let spec = request.spec.unwrap_or_default();
+/// What a client says of a sandbox or a template.
+pub fn spec(spec: v1::SandboxSpec) -> Result<TemplateSpec, ApiError> {
     let resources = spec.resources.unwrap_or_default();
-    let text = |s: String| Some(s).filter(|s| !s.is_empty());
-    Ok(Wish {
-        trusted: false,
-        name: text(request.name),
-        workspace: None,
-        labels: request.labels.into_iter().collect(),
-        annotations: request.annotations.into_iter().collect(),
+    Ok(TemplateSpec {
         image: text(spec.image),
         command: spec.command,
         environment: spec.environment.into_iter().collect(),
@@ -118,15 +118,25 @@ pub fn wish(request: v1::CreateSandboxRequest) -> Result<Wish, ApiError> {
         egress: network::egress(spec.egress)?,
         volumes: spec.volumes.into_iter().map(volume).collect(),
         endpoints: endpoints::wanted(spec.endpoints)?,
-        template: text(request.template),
-        expose: request.expose.into_iter().map(port).collect(),
-        request_id: text(request.request_id),
     })
 }
 
+pub fn wish(request: v1::CreateSandboxRequest) -> Result<Wish, ApiError> {
+    let mut wish = Wish {
+        name: text(request.name),
+        labels: request.labels.into_iter().collect(),
+        annotations: request.annotations.into_iter().collect(),
+        template: text(request.template),
+        expose: request.expose.into_iter().map(port).collect(),
+        request_id: text(request.request_id),
+        ..Wish::default()
+    };
+    spec(request.spec.unwrap_or_default())?.fill(&mut wish);
+    Ok(wish)
+}
+
 fn port(port: v1::ExposeAtCreate) -> ExposeWish {
-    let host = Some(port.host).filter(|host| !host.is_empty());
-    ExposeWish { port: port.port, host, wake: port.wake }
+    ExposeWish { port: port.port, host: text(port.host), wake: port.wake }
 }
 
 pub fn volume(volume: v1::Volume) -> Volume {
@@ -253,7 +263,8 @@ fn conditions(view: &View) -> Vec<v1::Condition> {
         });
     }
     if let Some(pending) = &view.record.state.update {
-        let (reason, message) = update::condition(pending, view.operation == Some(Kind::Update));
+        let (reason, message) =
+            update::condition(&view.record.spec, pending, view.operation == Some(Kind::Update));
         all.push(v1::Condition {
             r#type: "UpdatePending".to_owned(),
             status: true,

@@ -12,7 +12,7 @@ use torpor_sandbox::{
     disk::{DiskCheck, DiskLayer, DiskPiece, DiskState},
 };
 
-use super::{Shared, convert, sandboxes::allowed, to_status};
+use super::{Shared, convert, sandboxes::allowed, to_its_end, to_status};
 use crate::{
     access::Caller,
     disks::{CompactStep, DiskView, ExportStep, Steps},
@@ -33,9 +33,9 @@ fn stream<T: Send + 'static, W: 'static>(
 
 async fn named(caller: &Caller, sandbox: &str, field: &'static str) -> Result<Target, Status> {
     if sandbox.is_empty() {
-        return Err(to_status(ApiError::invalid(field, "a name or id is needed")));
+        return Err(ApiError::invalid(field, "a name or id is needed").into());
     }
-    let sandbox = caller.key(sandbox).await.map_err(to_status)?;
+    let sandbox = caller.key(sandbox).await?;
     Ok(Target { sandbox, ..Target::default() })
 }
 
@@ -45,7 +45,7 @@ pub async fn get(
     request: v1::GetDiskRequest,
 ) -> Result<v1::DiskReport, Status> {
     let target = named(caller, &request.sandbox, "sandbox").await?;
-    let view = service.disk(&target.sandbox, request.check).await.map_err(to_status)?;
+    let view = service.disk(&target.sandbox, request.check).await?;
     Ok(report(view))
 }
 
@@ -57,8 +57,7 @@ pub async fn grow(
     let (target, _) = allowed(caller, request.target).await?;
     // In a task of its own: a caller that goes away must not keep the new size from being written down.
     let service = service.clone();
-    let grown = tokio::spawn(async move { service.grow_disk(target, request.size_bytes).await }).await;
-    grown.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)
+    to_its_end(async move { service.grow_disk(target, request.size_bytes).await }).await
 }
 
 pub async fn compact(
@@ -67,7 +66,7 @@ pub async fn compact(
     request: v1::CompactDiskRequest,
 ) -> Result<Events<v1::CompactDiskProgress>, Status> {
     let (target, _) = allowed(caller, request.target).await?;
-    let steps = service.compact_disk(&target, request.rewrite).await.map_err(to_status)?;
+    let steps = service.compact_disk(&target, request.rewrite).await?;
     let shown = |step| match step {
         CompactStep::Progress(done_bytes, total_bytes) => {
             v1::CompactDiskProgress { done_bytes, total_bytes, result: None }
@@ -92,11 +91,11 @@ pub async fn export(
         Ok(v1::DiskFormat::Unspecified | v1::DiskFormat::Raw) => DiskFormat::Raw,
         Ok(v1::DiskFormat::Qcow2) => DiskFormat::Qcow2,
         Err(_) => {
-            return Err(to_status(ApiError::invalid("format", format!("{} is not known", request.format))));
+            return Err(ApiError::invalid("format", format!("{} is not known", request.format)).into());
         }
     };
     let target = named(caller, &request.sandbox, "sandbox").await?;
-    let steps = service.export_disk(&target, format).await.map_err(to_status)?;
+    let steps = service.export_disk(&target, format).await?;
     let (mut size_bytes, mut data_bytes) = (0, 0);
     let shown = move |step| {
         let progress =

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use futures::{Stream, StreamExt as _};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use torpor_proto::{agent::v1 as agent, v1};
 use torpor_sandbox::{spec::validate_environment, words::said};
@@ -13,7 +14,7 @@ use super::{Shared, to_status};
 use crate::{
     access::Caller,
     error::{ApiError, Code},
-    store::Record,
+    store::{Record, StoreError},
 };
 
 /// Messages under way in each direction; the rest of the back-pressure is HTTP/2's.
@@ -29,7 +30,7 @@ const PIECE: usize = 1 << 20;
 /// SIGHUP.
 const HANG_UP: i32 = 1;
 /// For a last message to get through.
-pub(super) const LAST_WORD: std::time::Duration = std::time::Duration::from_secs(1);
+const LAST_WORD: std::time::Duration = std::time::Duration::from_secs(1);
 /// Exit code when the timeout ended the command, as timeout(1) has it.
 const TIMED_OUT: i32 = 124;
 
@@ -44,11 +45,11 @@ type Outputs = Pin<Box<dyn Stream<Item = Result<v1::ExecOutput, Status>> + Send>
 pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> Result<Outputs, Status> {
     let start = match input.next().await.transpose()? {
         Some(v1::ExecInput { kind: Some(v1::exec_input::Kind::Start(start)) }) => start,
-        _ => return Err(to_status(ApiError::invalid("start", "the first message must say what to run"))),
+        _ => return Err(ApiError::invalid("start", "the first message must say what to run").into()),
     };
-    let (sandbox, tty) = (caller.key(&start.sandbox).await.map_err(to_status)?, start.tty);
-    let (to_agent, start) = (mpsc::channel(BUFFER), convert_start(start).map_err(to_status)?);
-    let (record, channel, session) = service.connect(&sandbox).await.map_err(to_status)?;
+    let (sandbox, tty) = (caller.key(&start.sandbox).await?, start.tty);
+    let (to_agent, start) = (mpsc::channel(BUFFER), convert_start(start)?);
+    let (record, channel, session) = service.connect(&sandbox).await?;
     let (tx, rx) = to_agent;
     // Cannot fail: the channel is new and has room.
     let _ = tx.send(agent::ExecInput { kind: Some(agent::exec_input::Kind::Start(start)) }).await;
@@ -82,7 +83,7 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
                     break;
                 }
                 () = service.end.cancelled() => {
-                    let _ = out.send(Err(to_status(crate::store::StoreError::Closed.into()))).await;
+                    let _ = out.send(Err(StoreError::Closed.into())).await;
                     break;
                 }
             };
@@ -209,6 +210,27 @@ fn not_started(error: &agent::ExecError, record: &Record) -> Status {
         Kind::Other | Kind::Unspecified => (Code::Internal, "EXEC_FAILED"),
     };
     to_status(ApiError::new(code, reason, error.message.clone()).with("sandbox", &record.name))
+}
+
+/// Sees a stream to its end: what `work` comes to, unless the session ends before that, of which `left` tells, the gateway
+/// does, or the client goes. A status is the stream's last word.
+pub(super) async fn see_through<T>(
+    service: &Shared,
+    session: &CancellationToken,
+    out: &mpsc::Sender<Result<T, Status>>,
+    work: impl Future<Output = Option<Status>>,
+    left: impl Future<Output = Status>,
+) {
+    let last = tokio::select! {
+        last = work => last,
+        () = session.cancelled() => Some(left.await),
+        () = service.end.cancelled() => Some(StoreError::Closed.into()),
+        () = out.closed() => None,
+    };
+    if let Some(status) = last {
+        // The client may have gone, or not read.
+        let _ = tokio::time::timeout(LAST_WORD, out.send(Err(status))).await;
+    }
 }
 
 /// What to say when the sandbox left Ready under a session.

@@ -15,13 +15,13 @@ use torpor_sandbox::words::said;
 
 use super::{
     Shared,
-    exec::{LAST_WORD, agent_failed, left_ready},
+    exec::{agent_failed, left_ready, see_through},
     to_status,
 };
 use crate::{
     access::{self, Caller},
     error::{ApiError, Code},
-    store::Record,
+    store::{Record, StoreError},
 };
 
 /// Messages under way in each direction; the rest of the back-pressure is HTTP/2's.
@@ -49,8 +49,8 @@ struct Reached {
 
 impl Reached {
     async fn new(service: &Shared, caller: &Caller, sandbox: &str) -> Result<Self, Status> {
-        let sandbox = &caller.key(sandbox).await.map_err(to_status)?;
-        let (record, channel, session) = service.connect(sandbox).await.map_err(to_status)?;
+        let sandbox = &caller.key(sandbox).await?;
+        let (record, channel, session) = service.connect(sandbox).await?;
         Ok(Self { service: service.clone(), record, client: AgentClient::new(channel), session })
     }
 
@@ -62,7 +62,7 @@ impl Reached {
                 Err(status) => Err(self.failed(&status).await),
             },
             () = self.session.cancelled() => Err(left_ready(&self.service, &self.record).await),
-            () = self.service.end.cancelled() => Err(to_status(crate::store::StoreError::Closed.into())),
+            () = self.service.end.cancelled() => Err(StoreError::Closed.into()),
         }
     }
 
@@ -127,7 +127,7 @@ impl Reached {
 }
 
 fn invalid(field: &str, problem: impl std::fmt::Display) -> Status {
-    to_status(ApiError::invalid(field, problem))
+    ApiError::invalid(field, problem).into()
 }
 
 fn path_of(path: &str) -> Result<(), Status> {
@@ -196,18 +196,9 @@ impl v1::files_server::Files for FilesApi {
         let output = reached.ask(asked).await?;
         let (out, outputs) = mpsc::channel(BUFFER);
         tokio::spawn(async move {
-            let last = tokio::select! {
-                last = downwards(&reached, output, &out) => last,
-                () = reached.session.cancelled() => Some(left_ready(&reached.service, &reached.record).await),
-                () = reached.service.end.cancelled() => {
-                    Some(to_status(crate::store::StoreError::Closed.into()))
-                }
-                () = out.closed() => None,
-            };
-            if let Some(status) = last {
-                // The client may have gone, or not read.
-                let _ = tokio::time::timeout(LAST_WORD, out.send(Err(status))).await;
-            }
+            let Reached { service, record, session, .. } = &reached;
+            let work = downwards(&reached, output, &out);
+            see_through(service, session, &out, work, left_ready(service, record)).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(outputs))))
     }

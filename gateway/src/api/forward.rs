@@ -13,7 +13,7 @@ use torpor_proto::{
 
 use super::{
     Shared,
-    exec::{LAST_WORD, left_ready},
+    exec::{left_ready, see_through},
     to_status,
 };
 use crate::{
@@ -38,11 +38,11 @@ type Outputs = Pin<Box<dyn Stream<Item = Result<v1::ForwardOutput, Status>> + Se
 pub async fn forward(service: Shared, caller: &Caller, mut input: impl Inputs) -> Result<Outputs, Status> {
     let start = match input.next().await.transpose()? {
         Some(v1::ForwardInput { kind: Some(forward_input::Kind::Start(start)) }) => start,
-        _ => return Err(to_status(ApiError::invalid("start", "the first message must say which port"))),
+        _ => return Err(ApiError::invalid("start", "the first message must say which port").into()),
     };
-    let port = port_of(start.port).map_err(to_status)?;
-    let key = caller.key(&start.sandbox).await.map_err(to_status)?;
-    let (record, channel, session) = service.connect(&key).await.map_err(to_status)?;
+    let port = port_of(start.port)?;
+    let key = caller.key(&start.sandbox).await?;
+    let (record, channel, session) = service.connect(&key).await?;
     let opened = tokio::select! {
         opened = forward::open(channel, port) => opened,
         () = session.cancelled() => return Err(left_ready(&service, &record).await),
@@ -54,8 +54,8 @@ pub async fn forward(service: Shared, caller: &Caller, mut input: impl Inputs) -
     let _ = out.send(Ok(v1::ForwardOutput { kind: Some(connected) })).await;
     tokio::spawn(async move {
         let forward::Forward { input: to_agent, output } = opened;
-        let last = tokio::select! {
-            both = async { tokio::try_join!(upwards(input, to_agent), downwards(output, &out)) } => match both {
+        let work = async {
+            match tokio::try_join!(upwards(input, to_agent), downwards(output, &out)) {
                 Err(Broken::InSandbox) if session.is_cancelled() => Some(left_ready(&service, &record).await),
                 Err(Broken::InSandbox) => {
                     let text = format!("the connection to port {port} of sandbox '{}' broke", record.name);
@@ -63,15 +63,9 @@ pub async fn forward(service: Shared, caller: &Caller, mut input: impl Inputs) -
                     Some(to_status(error.about(&record)))
                 }
                 Err(Broken::AtClient) | Ok(_) => None,
-            },
-            () = session.cancelled() => Some(left_ready(&service, &record).await),
-            () = service.end.cancelled() => Some(to_status(crate::store::StoreError::Closed.into())),
-            () = out.closed() => None,
+            }
         };
-        if let Some(status) = last {
-            // The client may have gone, or not read.
-            let _ = tokio::time::timeout(LAST_WORD, out.send(Err(status))).await;
-        }
+        see_through(&service, &session, &out, work, left_ready(&service, &record)).await;
     });
     Ok(Box::pin(ReceiverStream::new(outputs)))
 }

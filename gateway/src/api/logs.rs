@@ -13,7 +13,7 @@ use tonic::Status;
 use torpor_proto::v1::{self, logs_request::Source};
 use torpor_sandbox::Phase;
 
-use super::{Shared, to_status};
+use super::Shared;
 use crate::{
     error::ApiError,
     mainlog::{Live, Log, Position, Record as Piece},
@@ -35,13 +35,13 @@ type Out = mpsc::Sender<Result<v1::LogChunk, Status>>;
 
 /// Streams logs.
 pub async fn logs(service: Shared, request: v1::LogsRequest) -> Result<Chunks, Status> {
-    let record = service.store.get(&request.sandbox).await.map_err(|e| to_status(e.into()))?;
+    let record = service.store.get(&request.sandbox).await?;
     let since = request.since.map(SystemTime::try_from).transpose();
-    let since = since.map_err(|e| to_status(ApiError::invalid("since", e)))?;
-    let source = source_of(&record, request.source).map_err(to_status)?;
+    let since = since.map_err(|e| ApiError::invalid("since", e))?;
+    let source = source_of(&record, request.source)?;
     if source == Source::Console && since.is_some() {
         let problem = "the lines of a console have no times; give a number of lines, or the source main";
-        return Err(to_status(ApiError::invalid("since", problem)));
+        return Err(ApiError::invalid("since", problem).into());
     }
     let (out, chunks) = mpsc::channel(BUFFER);
     tokio::spawn(async move {
@@ -183,6 +183,9 @@ async fn console(service: &Shared, record: &Record, request: &v1::LogsRequest, o
             _ => return,
         }
         let now = driver.console(&record.id, CONSOLE).await;
+        if now == seen {
+            continue;
+        }
         if !send(out, Bytes::copy_from_slice(&now[overlap(&seen, &now)..])).await {
             return;
         }

@@ -20,7 +20,9 @@ mod update;
 mod watch;
 mod workspaces;
 
-use std::sync::Arc;
+use std::{future::Future, sync::Arc};
+
+use tonic::Status;
 
 pub use access::AccessApi;
 pub use files::FilesApi;
@@ -32,7 +34,16 @@ pub use status::to_status;
 pub use templates::TemplatesApi;
 pub use workspaces::WorkspacesApi;
 
-use crate::service::Service;
+use crate::{error::ApiError, service::Service};
 
 /// What every service of the API holds.
 pub type Shared = Arc<Service>;
+
+/// Does work in a task of its own: it goes on to its end when the caller goes away.
+async fn to_its_end<T, E>(work: impl Future<Output = Result<T, E>> + Send + 'static) -> Result<T, Status>
+where
+    T: Send + 'static,
+    E: Into<Status> + Send + 'static,
+{
+    tokio::spawn(work).await.map_err(ApiError::internal)?.map_err(Into::into)
+}

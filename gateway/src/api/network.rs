@@ -6,7 +6,7 @@ use tonic::Status;
 use torpor_proto::v1;
 use torpor_sandbox::{Egress, spec::unqualified};
 
-use super::{Shared, convert, sandboxes::allowed, to_status};
+use super::{Shared, convert, sandboxes::allowed, to_its_end};
 use crate::{access::Caller, error::ApiError, expose::ExposedView, store::Record};
 
 /// A policy from a client; none: the default.
@@ -46,11 +46,10 @@ pub async fn set_egress(
     request: v1::SetEgressRequest,
 ) -> Result<Arc<Record>, Status> {
     let (target, _) = allowed(caller, request.target).await?;
-    let egress = egress(request.egress).map_err(to_status)?;
+    let egress = egress(request.egress)?;
     // In a task of its own: what is written shall be in force, whether or not the caller waits.
     let service = service.clone();
-    let set = tokio::spawn(async move { service.set_egress(target, egress).await }).await;
-    Ok(set.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?.record)
+    Ok(to_its_end(async move { service.set_egress(target, egress).await }).await?.record)
 }
 
 /// Where somebody may have the gateway's host listen: administrators anywhere, others on loopback, on ports that any
@@ -73,8 +72,8 @@ pub fn may_listen(caller: &Caller, host: Option<&str>) -> Result<(), ApiError> {
 
 async fn named(caller: &Caller, sandbox: &str) -> Result<String, Status> {
     match sandbox {
-        "" => Err(to_status(ApiError::invalid("sandbox", "a name or id is needed"))),
-        name => caller.key(name).await.map_err(to_status),
+        "" => Err(ApiError::invalid("sandbox", "a name or id is needed").into()),
+        name => Ok(caller.key(name).await?),
     }
 }
 
@@ -84,15 +83,14 @@ pub async fn expose(
     request: v1::ExposeRequest,
 ) -> Result<v1::ExposedPort, Status> {
     let key = named(caller, &request.sandbox).await?;
-    may_listen(caller, Some(&request.host)).map_err(to_status)?;
+    may_listen(caller, Some(&request.host))?;
     // In a task of its own: row and socket belong together.
     let service = service.clone();
-    let exposed = tokio::spawn(async move {
+    let exposed = to_its_end(async move {
         let host = Some(request.host.as_str()).filter(|host| !host.is_empty());
         service.expose(&key, request.port, host, request.wake).await
     });
-    let view = exposed.await.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?;
-    Ok(port(view))
+    exposed.await.map(port)
 }
 
 pub async fn list(
@@ -102,11 +100,11 @@ pub async fn list(
 ) -> Result<v1::ListExposedResponse, Status> {
     if !request.sandbox.is_empty() {
         let key = named(caller, &request.sandbox).await?;
-        let views = service.exposed(Some(&key)).await.map_err(to_status)?;
+        let views = service.exposed(Some(&key)).await?;
         return Ok(v1::ListExposedResponse { ports: views.into_iter().map(port).collect() });
     }
-    let scope = caller.scope(false).map_err(to_status)?;
-    let views = service.exposed(None).await.map_err(to_status)?.into_iter();
+    let scope = caller.scope(false)?;
+    let views = service.exposed(None).await?.into_iter();
     let seen = views.filter(|view| scope.has(unqualified(&view.row.name).0));
     Ok(v1::ListExposedResponse { ports: seen.map(port).collect() })
 }
@@ -118,9 +116,8 @@ pub async fn unexpose(
 ) -> Result<v1::UnexposeResponse, Status> {
     let key = named(caller, &request.sandbox).await?;
     let service = service.clone();
-    let removing =
-        tokio::spawn(async move { service.unexpose(&key, request.port, request.allow_missing).await });
-    let removed = removing.await.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?;
+    let removing = async move { service.unexpose(&key, request.port, request.allow_missing).await };
+    let removed = to_its_end(removing).await?;
     Ok(v1::UnexposeResponse { removed })
 }
 

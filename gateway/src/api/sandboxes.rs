@@ -8,12 +8,12 @@ use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::v1;
 use torpor_sandbox::{Phase, Request as Ask, lifecycle::may_reach};
 
-use super::{Shared, convert, disks, exec, forward, network, ssh, to_status, update, watch};
+use super::{Shared, convert, disks, exec, forward, network, ssh, to_its_end, update, watch};
 use crate::{
     access::{self, Caller},
     error::ApiError,
     service::{Deleted, Target, View},
-    store::{Record, Selector, StoreError, page_token},
+    store::{Record, Selector, page_token},
 };
 
 /// Records of one page whose facts are gathered at once.
@@ -37,18 +37,14 @@ pub(super) fn page_size(asked: i32) -> Result<usize, ApiError> {
     }
 }
 
-pub(super) fn token(token: String) -> Option<String> {
-    Some(token).filter(|t| !t.is_empty())
-}
-
 impl SandboxesApi {
     /// The selector of a listing, within what the caller may look into.
     async fn chosen(&self, caller: &Caller, labels: &str, all: bool) -> Result<Selector, Status> {
-        let selector: Selector = labels.parse().map_err(|e: StoreError| to_status(e.into()))?;
-        let scope = caller.scope(all).map_err(to_status)?;
+        let selector: Selector = labels.parse()?;
+        let scope = caller.scope(all)?;
         if !all {
             // An empty list of a workspace that isn't there would be a lie.
-            self.0.store.workspace(caller.current()).await.map_err(|e| to_status(e.into()))?;
+            self.0.store.workspace(caller.current()).await?;
         }
         Ok(selector.within(scope))
     }
@@ -67,11 +63,11 @@ impl SandboxesApi {
         wanted: Phase,
     ) -> Reply<v1::Sandbox> {
         let (target, wait) = allowed(caller, target).await?;
-        let applied = self.0.request(target, ask).await.map_err(to_status)?;
+        let applied = self.0.request(target, ask).await?;
         let mut record = applied.record;
         // A retry of a request that was fulfilled long ago has nothing to wait for.
         if wait && (!applied.replayed || may_reach(&record.state, wanted)) {
-            record = self.0.wait(&record.id, wanted).await.map_err(to_status)?;
+            record = self.0.wait(&record.id, wanted).await?;
         }
         Ok(Response::new(self.show(record).await))
     }
@@ -79,8 +75,8 @@ impl SandboxesApi {
 
 /// A verb's target, when its caller may ask for it.
 pub async fn allowed(caller: &Caller, target: Option<v1::Target>) -> Result<(Target, bool), Status> {
-    let (mut target, wait) = convert::target(target).map_err(to_status)?;
-    target.sandbox = caller.key(&target.sandbox).await.map_err(to_status)?;
+    let (mut target, wait) = convert::target(target)?;
+    target.sandbox = caller.key(&target.sandbox).await?;
     Ok((target, wait))
 }
 
@@ -90,40 +86,38 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
         let wait = request.wait;
-        let mut wish = convert::wish(request).map_err(to_status)?;
+        let mut wish = convert::wish(request)?;
         // "team/box" is box in team.
         let named = wish.name.take().unwrap_or_default();
         let (workspace, name) = named.split_once('/').unwrap_or(("", &named));
-        wish.workspace = Some(caller.workspace(workspace).map_err(to_status)?);
+        wish.workspace = Some(caller.workspace(workspace)?);
         wish.trusted = caller.is_admin();
         for port in &wish.expose {
-            network::may_listen(&caller, port.host.as_deref()).map_err(to_status)?;
+            network::may_listen(&caller, port.host.as_deref())?;
         }
-        wish.name = Some(name.to_owned()).filter(|name| !name.is_empty());
+        wish.name = convert::text(name.to_owned());
         // In a task of its own: a caller that goes away must not let go of the image before the record is written.
         let service = self.0.clone();
-        let made = tokio::spawn(async move { service.create(wish).await }).await;
-        let mut record = made.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)?;
+        let mut record = to_its_end(async move { service.create(wish).await }).await?;
         if wait {
-            record = self.0.wait(&record.id, Phase::Ready).await.map_err(to_status)?;
+            record = self.0.wait(&record.id, Phase::Ready).await?;
         }
         Ok(Response::new(self.show(record).await))
     }
 
     async fn get(&self, request: Request<v1::GetSandboxRequest>) -> Reply<v1::Sandbox> {
         let caller = access::caller(&request)?;
-        let key = caller.key(&request.into_inner().sandbox).await.map_err(to_status)?;
-        let record = self.0.store.get(&key).await.map_err(|e| to_status(e.into()))?;
+        let key = caller.key(&request.into_inner().sandbox).await?;
+        let record = self.0.store.get(&key).await?;
         Ok(Response::new(self.show(Arc::new(record)).await))
     }
 
     async fn list(&self, request: Request<v1::ListSandboxesRequest>) -> Reply<v1::ListSandboxesResponse> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let size = page_size(request.page_size).map_err(to_status)?;
+        let size = page_size(request.page_size)?;
         let selector = self.chosen(&caller, &request.label_selector, request.all_workspaces).await?;
-        let page = self.0.store.list(size, token(request.page_token), selector).await;
-        let page = page.map_err(|e| to_status(e.into()))?;
+        let page = self.0.store.list(size, convert::text(request.page_token), selector).await?;
         let views = futures::stream::iter(page.rows).map(|record| self.0.view(Arc::new(record)));
         let views: Vec<View> = views.buffered(AT_ONCE).collect().await;
         let mut answer = v1::ListSandboxesResponse::default();
@@ -148,21 +142,21 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
     async fn watch(&self, request: Request<v1::WatchSandboxesRequest>) -> Reply<Self::WatchStream> {
         let caller = access::caller(&request)?;
         let mut request = request.into_inner();
-        request.sandbox = caller.key(&request.sandbox).await.map_err(to_status)?;
+        request.sandbox = caller.key(&request.sandbox).await?;
         // One sandbox was asked for already.
         let all = request.all_workspaces || !request.sandbox.is_empty();
-        let selector = match request.sandbox.is_empty() {
-            false => request.label_selector.parse().map_err(|e: StoreError| to_status(e.into()))?,
+        let selector: Selector = match request.sandbox.is_empty() {
+            false => request.label_selector.parse()?,
             true => self.chosen(&caller, &request.label_selector, all).await?,
         };
-        let stream = watch::watch(self.0.clone(), request, selector).await.map_err(to_status)?;
+        let stream = watch::watch(self.0.clone(), request, selector).await?;
         Ok(Response::new(stream))
     }
 
     async fn suspend(&self, request: Request<v1::SuspendRequest>) -> Reply<v1::Sandbox> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let keep = convert::wanted_keep(request.keep).map_err(to_status)?;
+        let keep = convert::wanted_keep(request.keep)?;
         self.verb(&caller, request.target, Ask::Suspend(keep), Phase::Suspended).await
     }
 
@@ -188,9 +182,9 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
         let (target, wait) = allowed(&caller, request.target).await?;
-        let mut deleted = self.0.delete(target, request.allow_missing).await.map_err(to_status)?;
+        let mut deleted = self.0.delete(target, request.allow_missing).await?;
         if let (true, Deleted::Accepted(id)) = (wait, &deleted) {
-            self.0.wait_gone(id).await.map_err(to_status)?;
+            self.0.wait_gone(id).await?;
             deleted = Deleted::Completed(id.clone());
         }
         let (outcome, id) = match deleted {
@@ -214,7 +208,7 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
     async fn logs(&self, request: Request<v1::LogsRequest>) -> Reply<Self::LogsStream> {
         let caller = access::caller(&request)?;
         let mut request = request.into_inner();
-        request.sandbox = caller.key(&request.sandbox).await.map_err(to_status)?;
+        request.sandbox = caller.key(&request.sandbox).await?;
         let stream = super::logs::logs(self.0.clone(), request).await?;
         Ok(Response::new(stream))
     }
@@ -222,11 +216,10 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
     async fn history(&self, request: Request<v1::HistoryRequest>) -> Reply<v1::HistoryResponse> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let size = page_size(request.page_size).map_err(to_status)?;
-        let key = caller.key(&request.sandbox).await.map_err(to_status)?;
-        let record = self.0.store.get(&key).await.map_err(|e| to_status(e.into()))?;
-        let page = self.0.store.history(&record.id, size, token(request.page_token)).await;
-        let page = page.map_err(|e| to_status(e.into()))?;
+        let size = page_size(request.page_size)?;
+        let key = caller.key(&request.sandbox).await?;
+        let record = self.0.store.get(&key).await?;
+        let page = self.0.store.history(&record.id, size, convert::text(request.page_token)).await?;
         Ok(Response::new(v1::HistoryResponse {
             transitions: page.rows.into_iter().map(convert::transition).collect(),
             next_page_token: page.next.unwrap_or_default(),

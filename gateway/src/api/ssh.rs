@@ -5,6 +5,7 @@ use std::{pin::Pin, time::Duration};
 use futures::{Stream, StreamExt as _};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::Status;
 use torpor_proto::{
     agent::v1::{self as agent, exec_input},
@@ -13,7 +14,7 @@ use torpor_proto::{
 
 use super::{
     Shared,
-    exec::{LAST_WORD, agent_failed, left_ready},
+    exec::{agent_failed, left_ready, see_through},
     to_status,
 };
 use crate::{
@@ -35,26 +36,25 @@ pub async fn create(
     caller: &Caller,
     request: v1::CreateSshSessionRequest,
 ) -> Result<v1::SshSession, Status> {
-    let key = ssh::key_of(&request.public_key).map_err(to_status)?;
+    let key = ssh::key_of(&request.public_key)?;
     let lifetime = match request.lifetime.map(Duration::try_from) {
         None => ssh::USUAL_LIFETIME,
         Some(Ok(lifetime)) if !lifetime.is_zero() && lifetime <= ssh::LONGEST_LIFETIME => lifetime,
         Some(_) => {
             let problem = "it must be more than nothing and at most a day";
-            return Err(to_status(ApiError::invalid("lifetime", problem)));
+            return Err(ApiError::invalid("lifetime", problem).into());
         }
     };
-    let named = caller.key(&request.sandbox).await.map_err(to_status)?;
-    let (record, channel, ready) = service.connect(&named).await.map_err(to_status)?;
+    let named = caller.key(&request.sandbox).await?;
+    let (record, channel, ready) = service.connect(&named).await?;
     let host_key = tokio::select! {
         prepared = ssh::prepare(&record, channel) => match prepared {
             Err(_) if ready.is_cancelled() => return Err(left_ready(service, &record).await),
-            prepared => prepared.map_err(to_status)?,
+            prepared => prepared?,
         },
         () = ready.cancelled() => return Err(left_ready(service, &record).await),
     };
-    let made = service.sessions.ssh.create(&record, key, lifetime, &ready);
-    let (token, expires) = made.map_err(to_status)?;
+    let (token, expires) = service.sessions.ssh.create(&record, key, lifetime, &ready)?;
     Ok(v1::SshSession { sandbox_id: record.id.to_string(), token, expires: Some(expires.into()), host_key })
 }
 
@@ -65,8 +65,8 @@ fn unknown() -> ApiError {
 
 /// The session of a token, when the caller may use its sandbox.
 async fn session(service: &Shared, caller: &Caller, token: &str) -> Result<ssh::Session, Status> {
-    let session = service.sessions.ssh.get(token).ok_or_else(|| to_status(unknown()))?;
-    caller.key(session.sandbox.as_str()).await.map_err(to_status)?;
+    let session = service.sessions.ssh.get(token).ok_or_else(unknown)?;
+    caller.key(session.sandbox.as_str()).await?;
     Ok(session)
 }
 
@@ -93,10 +93,10 @@ pub async fn connect(
 ) -> Result<Outputs, Status> {
     let token = match input.next().await.transpose()? {
         Some(v1::SshInput { kind: Some(ssh_input::Kind::Session(token)) }) => token,
-        _ => return Err(to_status(ApiError::invalid("session", "the first message must hold its token"))),
+        _ => return Err(ApiError::invalid("session", "the first message must hold its token").into()),
     };
     let session = session(&service, caller, &token).await?;
-    let (record, channel, _) = service.connect(session.sandbox.as_str()).await.map_err(to_status)?;
+    let (record, channel, _) = service.connect(session.sandbox.as_str()).await?;
     let opened = tokio::select! {
         opened = ssh::open(channel, &session) => opened,
         () = session.end.cancelled() => return Err(ended(&service, &record).await),
@@ -108,23 +108,17 @@ pub async fn connect(
     let _ = out.send(Ok(v1::ForwardOutput { kind: Some(connected) })).await;
     tokio::spawn(async move {
         let ssh::Connection { input: to_agent, output } = opened;
-        let pump = tokio::spawn(upwards(input, to_agent));
-        let last = tokio::select! {
-            last = downwards(output, &record, &out) => match last {
+        // With its end the server sees its client go, and ends.
+        let pump = AbortOnDropHandle::new(tokio::spawn(upwards(input, to_agent)));
+        let work = async {
+            let _pump = pump;
+            match downwards(output, &record, &out).await {
                 Err(_) if session.end.is_cancelled() => Some(ended(&service, &record).await),
                 Err(error) => Some(to_status(error)),
                 Ok(()) => None,
-            },
-            () = session.end.cancelled() => Some(ended(&service, &record).await),
-            () = service.end.cancelled() => Some(to_status(crate::store::StoreError::Closed.into())),
-            () = out.closed() => None,
+            }
         };
-        // The server sees its client go, and ends.
-        pump.abort();
-        if let Some(status) = last {
-            // The client may have gone, or not read.
-            let _ = tokio::time::timeout(LAST_WORD, out.send(Err(status))).await;
-        }
+        see_through(&service, &session.end, &out, work, ended(&service, &record)).await;
     });
     Ok(Box::pin(ReceiverStream::new(outputs)))
 }

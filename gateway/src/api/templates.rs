@@ -6,15 +6,14 @@ use torpor_proto::v1;
 
 use super::{
     Shared, convert, endpoints, network,
-    sandboxes::{PAGE_BYTES, page_size, token},
-    to_status,
+    sandboxes::{PAGE_BYTES, page_size},
     update::words,
 };
 use crate::{
     access::{self, Caller},
     error::ApiError,
-    store::{Selector, StoreError, Template, TemplateKey, template_token},
-    templates::{TemplateChange, TemplateSpec},
+    store::{Selector, Template, TemplateKey, template_token},
+    templates::TemplateChange,
 };
 
 type Reply<T> = Result<Response<T>, Status>;
@@ -29,29 +28,6 @@ pub fn key(caller: &Caller, named: &str) -> Result<TemplateKey, ApiError> {
         return Err(ApiError::invalid("template", "a name is needed"));
     }
     Ok(TemplateKey { workspace: caller.workspace(workspace)?, name: name.to_owned() })
-}
-
-fn spec(spec: v1::SandboxSpec) -> Result<TemplateSpec, ApiError> {
-    let resources = spec.resources.unwrap_or_default();
-    let text = |s: String| Some(s).filter(|s| !s.is_empty());
-    Ok(TemplateSpec {
-        image: text(spec.image),
-        command: spec.command,
-        environment: spec.environment.into_iter().collect(),
-        workdir: text(spec.workdir),
-        user: text(spec.user),
-        cpus: resources.cpus,
-        memory_bytes: resources.memory_bytes,
-        disk_bytes: resources.disk_bytes,
-        restart: convert::wanted_restart(spec.restart_policy)?,
-        driver: text(spec.driver),
-        machine: text(spec.machine),
-        kernel: text(spec.kernel),
-        stop_grace: convert::given(spec.stop_grace, "stop_grace")?,
-        egress: network::egress(spec.egress)?,
-        volumes: spec.volumes.into_iter().map(convert::volume).collect(),
-        endpoints: endpoints::wanted(spec.endpoints)?,
-    })
 }
 
 fn shown(template: Template) -> v1::Template {
@@ -87,41 +63,35 @@ fn shown(template: Template) -> v1::Template {
     }
 }
 
-fn given(text: String) -> Option<String> {
-    Some(text).filter(|text| !text.is_empty())
-}
-
 #[tonic::async_trait]
 impl v1::templates_server::Templates for TemplatesApi {
     async fn create(&self, request: Request<v1::CreateTemplateRequest>) -> Reply<v1::Template> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let key = key(&caller, &request.name).map_err(to_status)?;
+        let key = key(&caller, &request.name)?;
         let change = TemplateChange {
             labels: Some(request.labels.into_iter().collect()),
             annotations: Some(request.annotations.into_iter().collect()),
-            spec: Some(spec(request.spec.unwrap_or_default()).map_err(to_status)?),
+            spec: Some(convert::spec(request.spec.unwrap_or_default())?),
         };
-        let made = self.0.create_template(key, change, given(request.request_id)).await;
-        made.map(shown).map(Response::new).map_err(to_status)
+        let made = self.0.create_template(key, change, convert::text(request.request_id)).await;
+        Ok(Response::new(shown(made?)))
     }
 
     async fn get(&self, request: Request<v1::GetTemplateRequest>) -> Reply<v1::Template> {
         let caller = access::caller(&request)?;
-        let key = key(&caller, &request.into_inner().template).map_err(to_status)?;
-        let found = self.0.store.template(key).await;
-        found.map(shown).map(Response::new).map_err(|error| to_status(error.into()))
+        let key = key(&caller, &request.into_inner().template)?;
+        Ok(Response::new(shown(self.0.store.template(key).await?)))
     }
 
     async fn list(&self, request: Request<v1::ListTemplatesRequest>) -> Reply<v1::ListTemplatesResponse> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let workspace = caller.workspace("").map_err(to_status)?;
-        let size = page_size(request.page_size).map_err(to_status)?;
-        let selector: Selector =
-            request.label_selector.parse().map_err(|e: StoreError| to_status(e.into()))?;
-        let page = self.0.store.templates(workspace, size, token(request.page_token), selector).await;
-        let page = page.map_err(|error| to_status(error.into()))?;
+        let workspace = caller.workspace("")?;
+        let size = page_size(request.page_size)?;
+        let selector: Selector = request.label_selector.parse()?;
+        let page =
+            self.0.store.templates(workspace, size, convert::text(request.page_token), selector).await?;
         let mut answer = v1::ListTemplatesResponse {
             next_page_token: page.next.unwrap_or_default(),
             ..v1::ListTemplatesResponse::default()
@@ -141,24 +111,23 @@ impl v1::templates_server::Templates for TemplatesApi {
     async fn update(&self, request: Request<v1::UpdateTemplateRequest>) -> Reply<v1::Template> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let key = key(&caller, &request.template).map_err(to_status)?;
+        let key = key(&caller, &request.template)?;
         let change = TemplateChange {
             labels: words(request.labels),
             annotations: words(request.annotations),
-            spec: request.spec.map(spec).transpose().map_err(to_status)?,
+            spec: request.spec.map(convert::spec).transpose()?,
         };
         let expected = Some(request.expected_version).filter(|&version| version > 0);
-        let changed = self.0.update_template(key, expected, change, given(request.request_id)).await;
-        changed.map(shown).map(Response::new).map_err(to_status)
+        let changed = self.0.update_template(key, expected, change, convert::text(request.request_id)).await;
+        Ok(Response::new(shown(changed?)))
     }
 
     async fn delete(&self, request: Request<v1::DeleteTemplateRequest>) -> Reply<v1::DeleteTemplateResponse> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let key = key(&caller, &request.template).map_err(to_status)?;
+        let key = key(&caller, &request.template)?;
         let expected = Some(request.expected_version).filter(|&version| version > 0);
-        let removed =
-            self.0.delete_template(key, expected, request.allow_missing).await.map_err(to_status)?;
+        let removed = self.0.delete_template(key, expected, request.allow_missing).await?;
         Ok(Response::new(v1::DeleteTemplateResponse { removed }))
     }
 }

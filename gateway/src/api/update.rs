@@ -6,7 +6,7 @@ use tonic::Status;
 use torpor_proto::v1;
 use torpor_sandbox::{EgressChange, SpecChange};
 
-use super::{Shared, convert, network, sandboxes::allowed, to_status};
+use super::{Shared, convert, network, sandboxes::allowed, to_its_end};
 use crate::{access::Caller, error::ApiError, store::Record, update::UpdateWish};
 
 /// A map of a request, if there is one.
@@ -45,11 +45,10 @@ pub async fn update(
     mut request: v1::UpdateSandboxRequest,
 ) -> Result<Arc<Record>, Status> {
     let (target, _) = allowed(caller, request.target.take()).await?;
-    let wish = wish(request).map_err(to_status)?;
+    let wish = wish(request)?;
     // In a task of its own: a caller that goes away must not stop it on the way.
     let service = service.clone();
-    let updated = tokio::spawn(async move { service.update(target, wish).await }).await;
-    updated.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)
+    to_its_end(async move { service.update(target, wish).await }).await
 }
 
 pub async fn resume(
@@ -59,6 +58,5 @@ pub async fn resume(
 ) -> Result<Arc<Record>, Status> {
     let (target, _) = allowed(caller, request.target).await?;
     let service = service.clone();
-    let resumed = tokio::spawn(async move { service.resume_update(target, request.abandon).await }).await;
-    resumed.map_err(|e| to_status(ApiError::internal(e)))?.map_err(to_status)
+    to_its_end(async move { service.resume_update(target, request.abandon).await }).await
 }

@@ -110,7 +110,7 @@ impl Watcher {
                 },
                 () = self.out.closed() => return Err(Gone),
                 () = end.cancelled() => {
-                    let _ = self.out.send(Err(to_status(crate::store::StoreError::Closed.into()))).await;
+                    let _ = self.out.send(Err(crate::store::StoreError::Closed.into())).await;
                     return Err(Gone);
                 }
             }

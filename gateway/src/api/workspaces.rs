@@ -4,11 +4,7 @@ use tonic::{Request, Response, Status};
 use torpor_proto::v1;
 use torpor_sandbox::spec::{DEFAULT_WORKSPACE, validate_labels};
 
-use super::{
-    Shared, convert,
-    sandboxes::{page_size, token},
-    to_status,
-};
+use super::{Shared, convert, sandboxes::page_size};
 use crate::{
     access::{self, Caller, workspace_name},
     error::{ApiError, Code},
@@ -74,47 +70,40 @@ pub fn member(member: Member) -> v1::Member {
     }
 }
 
-impl WorkspacesApi {}
-
 #[tonic::async_trait]
 impl v1::workspaces_server::Workspaces for WorkspacesApi {
     async fn create(&self, request: Request<v1::CreateWorkspaceRequest>) -> Reply<v1::Workspace> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let name = workspace_name(&request.name).map_err(to_status)?;
+        let name = workspace_name(&request.name)?;
         caller.speaks_of(&name);
         let labels = request.labels.into_iter().collect();
-        validate_labels(&labels).map_err(|e| to_status(e.into()))?;
-        let owner = token(request.owner).map(subject).transpose().map_err(to_status)?;
-        let again = token(request.request_id);
+        validate_labels(&labels).map_err(ApiError::from)?;
+        let owner = convert::text(request.owner).map(subject).transpose()?;
+        let again = convert::text(request.request_id);
         if again.as_ref().is_some_and(|id| id.len() > LONGEST_SUBJECT) {
-            return Err(to_status(ApiError::invalid(
-                "request_id",
-                format!("at most {LONGEST_SUBJECT} bytes"),
-            )));
+            return Err(ApiError::invalid("request_id", format!("at most {LONGEST_SUBJECT} bytes")).into());
         }
         let store = self.0.store.clone();
         let change = async move { store.create_workspace(name, labels, owner, again).await };
-        let made = caller.access().change(change).await.map_err(to_status)?;
+        let made = caller.access().change(change).await?;
         Ok(Response::new(shown(&caller, made)))
     }
 
     async fn get(&self, request: Request<v1::GetWorkspaceRequest>) -> Reply<v1::Workspace> {
         let caller = access::caller(&request)?;
-        let name = caller.workspace(&request.into_inner().name).map_err(to_status)?;
-        let found = self.0.store.workspace(&name).await.map_err(|e| to_status(e.into()))?;
+        let name = caller.workspace(&request.into_inner().name)?;
+        let found = self.0.store.workspace(&name).await?;
         Ok(Response::new(shown(&caller, found)))
     }
 
     async fn list(&self, request: Request<v1::ListWorkspacesRequest>) -> Reply<v1::ListWorkspacesResponse> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let size = page_size(request.page_size).map_err(to_status)?;
-        let selector: Selector =
-            request.label_selector.parse().map_err(|e: StoreError| to_status(e.into()))?;
-        let selector = selector.within(caller.scope(true).map_err(to_status)?);
-        let page = self.0.store.workspaces(size, token(request.page_token), selector).await;
-        let page = page.map_err(|e| to_status(e.into()))?;
+        let size = page_size(request.page_size)?;
+        let selector: Selector = request.label_selector.parse()?;
+        let selector = selector.within(caller.scope(true)?);
+        let page = self.0.store.workspaces(size, convert::text(request.page_token), selector).await?;
         Ok(Response::new(v1::ListWorkspacesResponse {
             workspaces: page.rows.into_iter().map(|row| shown(&caller, row)).collect(),
             next_page_token: page.next.unwrap_or_default(),
@@ -128,12 +117,12 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
         if request.name.is_empty() {
-            return Err(to_status(ApiError::invalid("name", "a workspace is needed")));
+            return Err(ApiError::invalid("name", "a workspace is needed").into());
         }
         caller.speaks_of(&request.name);
         if request.name == DEFAULT_WORKSPACE {
             let message = "the default workspace can't be deleted: it is where calls work that name none";
-            return Err(to_status(ApiError::new(Code::FailedPrecondition, "DEFAULT_WORKSPACE", message)));
+            return Err(ApiError::new(Code::FailedPrecondition, "DEFAULT_WORKSPACE", message).into());
         }
         let store = self.0.store.clone();
         let change = async move {
@@ -143,20 +132,20 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
                 Err(error) => Err(error),
             }
         };
-        let removed = caller.access().change(change).await.map_err(to_status)?;
+        let removed = caller.access().change(change).await?;
         Ok(Response::new(v1::DeleteWorkspaceResponse { removed }))
     }
 
     async fn set_member(&self, request: Request<v1::SetMemberRequest>) -> Reply<v1::Member> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let workspace = caller.workspace(&request.workspace).map_err(to_status)?;
-        let wanted = wanted_role(request.role).map_err(to_status)?;
-        let wanted = wanted.ok_or_else(|| to_status(ApiError::invalid("role", "viewer, editor or owner")))?;
-        let subject = subject(request.subject).map_err(to_status)?;
+        let workspace = caller.workspace(&request.workspace)?;
+        let wanted = wanted_role(request.role)?;
+        let wanted = wanted.ok_or_else(|| ApiError::invalid("role", "viewer, editor or owner"))?;
+        let subject = subject(request.subject)?;
         let store = self.0.store.clone();
         let change = async move { store.set_member(workspace, subject, wanted).await };
-        let set = caller.access().change(change).await.map_err(to_status)?;
+        let set = caller.access().change(change).await?;
         Ok(Response::new(member(set)))
     }
 
@@ -166,14 +155,14 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
     ) -> Reply<v1::RemoveMemberResponse> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let workspace = caller.workspace(&request.workspace).map_err(to_status)?;
+        let workspace = caller.workspace(&request.workspace)?;
         let (store, named, subject) = (self.0.store.clone(), workspace.clone(), request.subject.clone());
         let change = async move { store.remove_member(named, subject).await };
-        let removed = caller.access().change(change).await.map_err(to_status)?;
+        let removed = caller.access().change(change).await?;
         if !removed && !request.allow_missing {
             let message =
                 format!("'{}' is no member of workspace '{workspace}'", request.subject.escape_debug());
-            return Err(to_status(ApiError::new(Code::NotFound, "MEMBER_NOT_FOUND", message)));
+            return Err(ApiError::new(Code::NotFound, "MEMBER_NOT_FOUND", message).into());
         }
         Ok(Response::new(v1::RemoveMemberResponse { removed }))
     }
@@ -181,10 +170,9 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
     async fn list_members(&self, request: Request<v1::ListMembersRequest>) -> Reply<v1::ListMembersResponse> {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
-        let workspace = caller.workspace(&request.workspace).map_err(to_status)?;
-        let size = page_size(request.page_size).map_err(to_status)?;
-        let page = self.0.store.members(&workspace, size, token(request.page_token)).await;
-        let page = page.map_err(|e| to_status(e.into()))?;
+        let workspace = caller.workspace(&request.workspace)?;
+        let size = page_size(request.page_size)?;
+        let page = self.0.store.members(&workspace, size, convert::text(request.page_token)).await?;
         Ok(Response::new(v1::ListMembersResponse {
             members: page.rows.into_iter().map(member).collect(),
             next_page_token: page.next.unwrap_or_default(),

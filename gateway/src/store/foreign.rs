@@ -7,14 +7,20 @@ use rand::RngCore as _;
 use rusqlite::{Connection, OptionalExtension as _, Row};
 use torpor_sandbox::{SandboxId, id::clip};
 
-use super::{RequestKey, Selector, Store, StoreError, from_millis, now, sandboxes::load, workspaces};
+use super::{
+    RequestKey, Selector, Store, StoreError, from_millis, now,
+    requests::Requests,
+    rows::{json, page, parsed},
+    sandboxes::{expect, load},
+    workspaces,
+};
 
 /// Objects of one kind in one workspace.
 const MOST_OBJECTS: u64 = 1000;
 /// Largest body, bytes.
 const LARGEST: usize = 1 << 20;
-/// How long an answer is kept for a retry, milliseconds.
-const ANSWERS_MS: i64 = 24 * 3600 * 1000;
+/// Answers that are kept for a retry.
+const ANSWERS: Requests = Requests { table: "foreign_answers", result: "answer" };
 
 /// A kind of object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,17 +178,8 @@ fn object(row: &Row<'_>) -> rusqlite::Result<(Object, String)> {
 }
 
 fn labelled((mut object, labels): (Object, String)) -> Result<Object, StoreError> {
-    let wrong = |source| StoreError::Row { id: object.id.clone(), what: "labels", source };
-    object.labels = serde_json::from_str(&labels).map_err(wrong)?;
+    object.labels = parsed(&object.id, "labels", &labels)?;
     Ok(object)
-}
-
-fn labels_text(name: &str, labels: &BTreeMap<String, String>) -> Result<String, StoreError> {
-    serde_json::to_string(labels).map_err(|source| StoreError::Row {
-        id: name.to_owned(),
-        what: "labels",
-        source,
-    })
 }
 
 fn fits(what: &'static str, body: &[u8]) -> Result<(), Problem> {
@@ -260,7 +257,7 @@ impl Foreign<'_> {
                 &new.workspace,
                 new.sandbox.as_ref().map(SandboxId::as_str),
                 &new.name,
-                labels_text(&new.name, &new.labels)?,
+                json(&new.name, "labels", &new.labels)?,
                 &new.body,
                 now(),
             ))?;
@@ -279,7 +276,7 @@ impl Foreign<'_> {
             .execute((
                 &object.id,
                 object.version,
-                labels_text(&object.name, &object.labels)?,
+                json(&object.name, "labels", &object.labels)?,
                 &object.body,
             ))?;
         Ok(object)
@@ -312,23 +309,14 @@ impl Foreign<'_> {
                AND (workspace, coalesce(sandbox_id, ''), name) > (?3, ?4, ?5)
              ORDER BY workspace, coalesce(sandbox_id, ''), name"
         );
-        let after = listing.after.clone();
         // No name of a workspace is empty: everything comes after.
-        let [workspace, sandbox, name] = after.unwrap_or_default();
+        let [workspace, sandbox, name] = listing.after.clone().unwrap_or_default();
         let mut statement = self.0.prepare_cached(&sql)?;
         let of = listing.sandbox.as_ref().map(SandboxId::as_str);
-        let mut found = Vec::new();
-        for row in statement.query_map((listing.kind.as_str(), of, workspace, sandbox, name), object)? {
-            let object = labelled(row?)?;
-            if !listing.selector.reaches(&object.workspace) || !listing.selector.matches(&object.labels) {
-                continue;
-            }
-            if found.len() == listing.size {
-                return Ok((found, true));
-            }
-            found.push(object);
-        }
-        Ok((found, false))
+        let rows = statement.query_map((listing.kind.as_str(), of, workspace, sandbox, name), object)?;
+        page(rows.map(|row| labelled(row?)), listing.size, |object| {
+            listing.selector.reaches(&object.workspace) && listing.selector.matches(&object.labels)
+        })
     }
 
     /// The sandbox's version, for a compare before a write.
@@ -336,11 +324,7 @@ impl Foreign<'_> {
     /// # Errors
     /// `NotFound`, `Stale`, or the database's.
     pub fn expect_sandbox(&self, id: &SandboxId, version: u64) -> Result<(), StoreError> {
-        let record = load(self.0, id.as_str())?;
-        if version > 0 && record.version != version {
-            return Err(StoreError::Stale { name: record.name, expected: version, found: record.version });
-        }
-        Ok(())
+        expect(&load(self.0, id.as_str())?, Some(version).filter(|&version| version > 0))
     }
 
     /// Attaches an object to a sandbox; false: it was.
@@ -430,39 +414,6 @@ impl Foreign<'_> {
         self.0.prepare_cached("INSERT INTO foreign_configs VALUES (?1, 1, ?2)")?.execute((id, body))?;
         Ok(1)
     }
-
-    fn answer(&self, key: &RequestKey) -> Result<Option<Vec<u8>>, StoreError> {
-        let found: Option<(String, String, Vec<u8>)> = self
-            .0
-            .prepare_cached("SELECT verb, fingerprint, answer FROM foreign_answers WHERE request_id = ?1")?
-            .query_row([&key.id], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
-            .optional()?;
-        match found {
-            Some((verb, fingerprint, answer)) if verb == key.verb && fingerprint == key.fingerprint => {
-                Ok(Some(answer))
-            }
-            Some(_) => Err(StoreError::RequestReused(clip(&key.id))),
-            None => Ok(None),
-        }
-    }
-
-    fn remember(&self, key: &RequestKey, answer: &[u8]) -> Result<(), StoreError> {
-        let at = now();
-        self.0.prepare_cached("INSERT INTO foreign_answers VALUES (?1, ?2, ?3, ?4, ?5)")?.execute((
-            &key.id,
-            key.verb,
-            &key.fingerprint,
-            answer,
-            at,
-        ))?;
-        self.0
-            .prepare_cached(
-                "DELETE FROM foreign_answers
-                 WHERE request_id IN (SELECT request_id FROM foreign_answers WHERE at_ms < ?1 LIMIT 8)",
-            )?
-            .execute([at - ANSWERS_MS])?;
-        Ok(())
-    }
 }
 
 impl Store {
@@ -483,7 +434,7 @@ impl Store {
     /// `RequestReused`, or the database's.
     pub async fn answered(self: &Arc<Self>, key: Option<&RequestKey>) -> Result<Option<Vec<u8>>, StoreError> {
         match key.cloned() {
-            Some(key) => self.foreign(move |tables| tables.answer(&key)).await,
+            Some(key) => self.read(move |conn| ANSWERS.find(conn, &key)).await,
             None => Ok(None),
         }
     }
@@ -500,11 +451,11 @@ impl Store {
         self.write_if_possible(move |conn, _| {
             let tables = Foreign(conn);
             let Some(key) = key else { return job(&tables) };
-            if let Some(answer) = tables.answer(&key)? {
+            if let Some(answer) = ANSWERS.find(conn, &key)? {
                 return Ok(answer);
             }
             let answer = job(&tables)?;
-            tables.remember(&key, &answer)?;
+            ANSWERS.note(conn, &key, &answer)?;
             Ok(answer)
         })
         .await

@@ -11,6 +11,7 @@ mod lock;
 mod recent;
 mod requests;
 pub mod rescue;
+mod rows;
 mod sandboxes;
 mod schema;
 mod spec;

@@ -2,10 +2,16 @@
 
 use std::sync::Arc;
 
-use rusqlite::{Connection, OptionalExtension as _};
+use rusqlite::{
+    Connection, OptionalExtension as _,
+    types::{FromSql, ToSql},
+};
 use torpor_sandbox::id::clip;
 
-use super::{Applied, Store, StoreError, now, sandboxes::load};
+use super::{
+    Applied, Record, Store, StoreError, now,
+    sandboxes::{expect, load},
+};
 
 /// How long a request id is remembered, milliseconds.
 const REQUESTS_MS: i64 = 24 * 3600 * 1000;
@@ -21,41 +27,82 @@ pub struct RequestKey {
     pub fingerprint: String,
 }
 
-/// What this request id was used for before.
-pub(super) fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, StoreError> {
-    let found: Option<(String, String, String)> = conn
-        .prepare_cached("SELECT verb, fingerprint, sandbox_id FROM requests WHERE request_id = ?1")?
-        .query_row([&key.id], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
-        .optional()?;
-    match found {
-        Some((verb, fingerprint, id)) if verb == key.verb && fingerprint == key.fingerprint => Ok(Some(id)),
-        Some(_) => Err(StoreError::RequestReused(clip(&key.id))),
-        None => Ok(None),
+/// A table of requests: id, verb, fingerprint, what came of it, and when.
+pub(super) struct Requests {
+    /// Its name.
+    pub table: &'static str,
+    /// The column of what came of it.
+    pub result: &'static str,
+}
+
+impl Requests {
+    /// What came of a request that was made before.
+    pub fn find<T: FromSql>(&self, conn: &Connection, key: &RequestKey) -> Result<Option<T>, StoreError> {
+        let Self { table, result } = self;
+        let sql = format!("SELECT verb, fingerprint, {result} FROM {table} WHERE request_id = ?1");
+        let found: Option<(String, String, T)> = conn
+            .prepare_cached(&sql)?
+            .query_row([&key.id], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
+            .optional()?;
+        match found {
+            Some((verb, fingerprint, result)) if verb == key.verb && fingerprint == key.fingerprint => {
+                Ok(Some(result))
+            }
+            Some(_) => Err(StoreError::RequestReused(clip(&key.id))),
+            None => Ok(None),
+        }
+    }
+
+    /// Writes what came of a request; a few of those from long ago are forgotten.
+    pub fn note(&self, conn: &Connection, key: &RequestKey, result: impl ToSql) -> Result<(), StoreError> {
+        let (table, at) = (self.table, now());
+        let sql = format!("INSERT INTO {table} VALUES (?1, ?2, ?3, ?4, ?5)");
+        conn.prepare_cached(&sql)?.execute((&key.id, key.verb, &key.fingerprint, result, at))?;
+        let sql = format!(
+            "DELETE FROM {table} WHERE request_id IN (SELECT request_id FROM {table} WHERE at_ms < ?1 LIMIT 8)"
+        );
+        conn.prepare_cached(&sql)?.execute([at - REQUESTS_MS])?;
+        Ok(())
     }
 }
 
-/// What a request came to that was made before; none when it wasn't.
-pub(super) fn repeated(conn: &Connection, key: Option<&RequestKey>) -> Result<Option<Applied>, StoreError> {
-    let id = key.map(|key| replayed(conn, key)).transpose()?.flatten();
-    let record = id.map(|id| load(conn, &id)).transpose()?;
-    Ok(record.map(|record| Applied { record: Arc::new(record), changed: false, gone: false, replayed: true }))
+const REQUESTS: Requests = Requests { table: "requests", result: "sandbox_id" };
+
+/// What this request id was used for before.
+pub(super) fn replayed(conn: &Connection, key: &RequestKey) -> Result<Option<String>, StoreError> {
+    REQUESTS.find(conn, key)
 }
 
 /// Writes what a request id was used for: a sandbox's id, another key, or nothing.
 pub(super) fn remember(conn: &Connection, key: &RequestKey, what: &str) -> Result<(), StoreError> {
-    let at = now();
-    conn.prepare_cached("INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5)")?.execute((
-        &key.id,
-        key.verb,
-        &key.fingerprint,
-        what,
-        at,
-    ))?;
-    conn.prepare_cached(
-        "DELETE FROM requests WHERE request_id IN (SELECT request_id FROM requests WHERE at_ms < ?1 LIMIT 8)",
-    )?
-    .execute([at - REQUESTS_MS])?;
-    Ok(())
+    REQUESTS.note(conn, key, what)
+}
+
+/// What a request to change a sandbox begins with.
+pub(super) enum Begun {
+    /// It was made before: what that came to.
+    Before(Applied),
+    /// It is new, and its id is remembered: the record to change.
+    New(Box<Record>),
+}
+
+/// Begins a request to change a sandbox, which is named by `key` and at the version `expected`, where one is.
+pub(super) fn begin(
+    conn: &Connection,
+    key: &str,
+    expected: Option<u64>,
+    request: Option<&RequestKey>,
+) -> Result<Begun, StoreError> {
+    if let Some(id) = request.map(|request| replayed(conn, request)).transpose()?.flatten() {
+        let record = Arc::new(load(conn, &id)?);
+        return Ok(Begun::Before(Applied { record, changed: false, gone: false, replayed: true }));
+    }
+    let record = load(conn, key)?;
+    expect(&record, expected)?;
+    if let Some(request) = request {
+        remember(conn, request, record.id.as_str())?;
+    }
+    Ok(Begun::New(Box::new(record)))
 }
 
 impl Store {

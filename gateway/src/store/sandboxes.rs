@@ -12,13 +12,15 @@ use torpor_sandbox::{
     Event, Phase, SandboxId, SandboxSpec, State,
     id::clip,
     lifecycle::{Next, next},
+    spec::DEFAULT_WORKSPACE,
 };
 
 use super::{
     Change, Record, Store, StoreError, Wanted,
     exposed::{self, NewExposed},
     from_millis, leases, now,
-    requests::{RequestKey, remember, repeated, replayed},
+    requests::{Begun, RequestKey, begin, remember, replayed},
+    rows::{json, parsed},
     watch, workspaces,
 };
 
@@ -246,7 +248,7 @@ pub(super) fn empty_spec() -> SandboxSpec {
         machine: String::new(),
         kernel: None,
         egress: None,
-        workspace: "default".to_owned(),
+        workspace: DEFAULT_WORKSPACE.to_owned(),
         volumes: Vec::new(),
         endpoints: Vec::new(),
     }
@@ -255,15 +257,10 @@ pub(super) fn empty_spec() -> SandboxSpec {
 fn finish(
     (mut record, [state, spec, labels, annotations]): (Record, [String; 4]),
 ) -> Result<Record, StoreError> {
-    let wrong = |what| {
-        let id = record.id.to_string();
-        move |source| StoreError::Row { id, what, source }
-    };
-    let state = serde_json::from_str(&state).map_err(wrong("state"))?;
-    let spec = serde_json::from_str(&spec).map_err(wrong("spec"))?;
-    let labels = serde_json::from_str(&labels).map_err(wrong("labels"))?;
-    record.annotations = serde_json::from_str(&annotations).map_err(wrong("annotations"))?;
-    (record.state, record.spec, record.labels) = (state, spec, labels);
+    record.state = parsed(&record.id, "state", &state)?;
+    record.spec = parsed(&record.id, "spec", &spec)?;
+    record.labels = parsed(&record.id, "labels", &labels)?;
+    record.annotations = parsed(&record.id, "annotations", &annotations)?;
     Ok(record)
 }
 
@@ -355,14 +352,6 @@ fn batch_of(
             None => select_readable(conn, "WHERE seq > ?1 ORDER BY seq LIMIT ?2", (after, size)),
         },
     }
-}
-
-pub(super) fn json(
-    id: &SandboxId,
-    what: &'static str,
-    value: &impl serde::Serialize,
-) -> Result<String, StoreError> {
-    serde_json::to_string(value).map_err(|source| StoreError::Row { id: id.to_string(), what, source })
 }
 
 pub(super) fn insert(conn: &Connection, new: NewSandbox) -> Result<Record, StoreError> {
@@ -557,14 +546,10 @@ impl Store {
         request: Option<RequestKey>,
     ) -> Result<Applied, StoreError> {
         self.write_if_possible(move |conn, changes| {
-            if let Some(before) = repeated(conn, request.as_ref())? {
-                return Ok(before);
-            }
-            let record = load(conn, &key)?;
-            expect(&record, expected)?;
-            if let Some(request) = &request {
-                remember(conn, request, record.id.as_str())?;
-            }
+            let record = match begin(conn, &key, expected, request.as_ref())? {
+                Begun::Before(before) => return Ok(before),
+                Begun::New(record) => *record,
+            };
             apply(conn, changes, record, &event, &why, String::new())
         })
         .await

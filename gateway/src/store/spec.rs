@@ -1,14 +1,12 @@
 //! The parts of a spec that change while a sandbox is neither stopped nor made anew: its disk's size and its egress policy.
 
-use std::sync::Arc;
-
-use rusqlite::Connection;
-use torpor_sandbox::{Egress, Phase, SandboxId, SandboxSpec};
+use torpor_sandbox::{Egress, Phase, SandboxId};
 
 use super::{
-    Applied, Change, Record, RequestKey, Store, StoreError,
-    requests::{remember, repeated},
-    sandboxes::{expect, json, load, swap},
+    Applied, RequestKey, Store, StoreError,
+    requests::{Begun, begin, remember},
+    sandboxes::load,
+    update::write,
 };
 
 impl Store {
@@ -28,7 +26,9 @@ impl Store {
             if let Some(request) = &request {
                 remember(conn, request, id.as_str())?;
             }
-            change(conn, changes, record, |spec| spec.resources.disk_bytes = disk_bytes)
+            let mut after = record.clone();
+            after.spec.resources.disk_bytes = disk_bytes;
+            write(conn, changes, &record, after)
         })
         .await
     }
@@ -45,41 +45,17 @@ impl Store {
         request: Option<RequestKey>,
     ) -> Result<Applied, StoreError> {
         self.write_if_possible(move |conn, changes| {
-            if let Some(before) = repeated(conn, request.as_ref())? {
-                return Ok(before);
-            }
-            let record = load(conn, &key)?;
-            expect(&record, expected)?;
+            let record = match begin(conn, &key, expected, request.as_ref())? {
+                Begun::Before(before) => return Ok(before),
+                Begun::New(record) => *record,
+            };
             if record.state.phase == Phase::Deleting {
                 return Err(StoreError::Deleting(record.name));
             }
-            if let Some(request) = &request {
-                remember(conn, request, record.id.as_str())?;
-            }
-            change(conn, changes, record, |spec| spec.egress = egress)
+            let mut after = record.clone();
+            after.spec.egress = egress;
+            write(conn, changes, &record, after)
         })
         .await
     }
-}
-
-/// Writes the spec as `to` leaves it, if that is another one.
-fn change(
-    conn: &Connection,
-    changes: &mut Vec<Change>,
-    mut record: Record,
-    to: impl FnOnce(&mut SandboxSpec),
-) -> Result<Applied, StoreError> {
-    let before = record.spec.clone();
-    to(&mut record.spec);
-    if record.spec == before {
-        let record = Arc::new(record);
-        return Ok(Applied { record, changed: false, gone: false, replayed: false });
-    }
-    let spec = json(&record.id, "spec", &record.spec)?;
-    conn.prepare_cached("UPDATE sandboxes SET spec = ?2 WHERE id = ?1")?
-        .execute((record.id.as_str(), spec))?;
-    let state = record.state.clone();
-    let record = Arc::new(swap(conn, record, state, "")?);
-    changes.push(Change { number: record.change, record: record.clone(), gone: false });
-    Ok(Applied { record, changed: true, gone: false, replayed: false })
 }

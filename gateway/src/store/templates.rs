@@ -8,14 +8,13 @@ use torpor_sandbox::id::clip;
 use super::{
     Page, RequestKey, Selector, Store, StoreError, from_millis, now,
     requests::{remember, replayed},
+    rows::{json, page, parsed},
     workspaces,
 };
 use crate::templates::TemplateSpec;
 
 /// Templates of one workspace.
 const MOST: u64 = 1000;
-/// Rows that a listing reads at once.
-const BATCH: usize = 200;
 
 /// A template.
 #[derive(Clone, Debug)]
@@ -72,26 +71,19 @@ fn raw(row: &Row<'_>) -> rusqlite::Result<(Template, Texts)> {
 }
 
 fn finish((mut template, [labels, annotations, spec]): (Template, Texts)) -> Result<Template, StoreError> {
-    let wrong = |what| {
-        let id = format!("of template '{}'", template.name);
-        move |source| StoreError::Row { id, what, source }
-    };
-    let labels = serde_json::from_str(&labels).map_err(wrong("labels"))?;
-    let annotations = serde_json::from_str(&annotations).map_err(wrong("annotations"))?;
-    let spec = serde_json::from_str(&spec).map_err(wrong("spec"))?;
-    (template.labels, template.annotations, template.spec) = (labels, annotations, spec);
+    let id = format!("of template '{}'", template.name);
+    template.labels = parsed(&id, "labels", &labels)?;
+    template.annotations = parsed(&id, "annotations", &annotations)?;
+    template.spec = parsed(&id, "spec", &spec)?;
     Ok(template)
 }
 
 fn texts(template: &Template) -> Result<Texts, StoreError> {
-    let wrong = |what| {
-        let id = format!("of template '{}'", template.name);
-        move |source| StoreError::Row { id, what, source }
-    };
+    let id = format!("of template '{}'", template.name);
     Ok([
-        serde_json::to_string(&template.labels).map_err(wrong("labels"))?,
-        serde_json::to_string(&template.annotations).map_err(wrong("annotations"))?,
-        serde_json::to_string(&template.spec).map_err(wrong("spec"))?,
+        json(&id, "labels", &template.labels)?,
+        json(&id, "annotations", &template.annotations)?,
+        json(&id, "spec", &template.spec)?,
     ])
 }
 
@@ -187,32 +179,16 @@ impl Store {
         token: Option<String>,
         selector: Selector,
     ) -> Result<Page<Template>, StoreError> {
-        let mut after = token.as_deref().map(parse_token).transpose()?.unwrap_or_default();
+        let after = token.as_deref().map(parse_token).transpose()?.unwrap_or_default();
         self.read(move |conn| {
             workspaces::expect(conn, &workspace)?;
-            let sql = format!(
-                "SELECT {COLUMNS} FROM templates WHERE workspace = ?1 AND name > ?2 ORDER BY name LIMIT ?3"
-            );
+            let sql =
+                format!("SELECT {COLUMNS} FROM templates WHERE workspace = ?1 AND name > ?2 ORDER BY name");
             let mut statement = conn.prepare_cached(&sql)?;
-            let mut rows: Vec<Template> = Vec::new();
-            loop {
-                let batch: Vec<_> =
-                    statement.query_map((&workspace, &after, BATCH), raw)?.collect::<Result<_, _>>()?;
-                let last = batch.len() < BATCH;
-                for row in batch {
-                    let row = finish(row)?;
-                    if rows.len() == size {
-                        return Ok(Page { rows, next: Some(template_token(&after)) });
-                    }
-                    after.clone_from(&row.name);
-                    if selector.matches(&row.labels) {
-                        rows.push(row);
-                    }
-                }
-                if last {
-                    return Ok(Page { rows, next: None });
-                }
-            }
+            let found = statement.query_map((&workspace, &after), raw)?.map(|row| finish(row?));
+            let (rows, more) = page(found, size, |row| selector.matches(&row.labels))?;
+            let next = rows.last().filter(|_| more).map(|row| template_token(&row.name));
+            Ok(Page { rows, next })
         })
         .await
     }

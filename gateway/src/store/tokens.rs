@@ -1,8 +1,8 @@
 //! Access tokens: who holds the secret may do what the row says. Only a hash of the secret is kept.
 
-use std::{sync::Arc, time::SystemTime};
+use std::{collections::HashSet, sync::Arc, time::SystemTime};
 
-use rusqlite::Row;
+use rusqlite::{Connection, Params, Row};
 
 use super::{Role, Store, StoreError, from_millis, millis, now, workspaces};
 
@@ -84,6 +84,23 @@ fn token(row: &Row<'_>) -> rusqlite::Result<Token> {
     })
 }
 
+/// Removes the tokens that a condition chooses, with those that were made with them; whether there were any.
+fn forget(conn: &Connection, chosen: &str, params: impl Params) -> Result<bool, StoreError> {
+    let sql = format!(
+        "WITH RECURSIVE doomed (id) AS (
+             SELECT id FROM tokens WHERE {chosen}
+             UNION SELECT tokens.id FROM tokens JOIN doomed ON tokens.created_by = 'token:' || doomed.id
+         )
+         DELETE FROM tokens WHERE id IN (SELECT id FROM doomed)"
+    );
+    Ok(conn.prepare_cached(&sql)?.execute(params)? > 0)
+}
+
+/// Tokens of a workspace live no longer than their maker may make them.
+pub(super) fn forget_made_by(conn: &Connection, workspace: &str, subject: &str) -> Result<(), StoreError> {
+    forget(conn, "workspace = ?1 AND created_by = ?2", (workspace, subject)).map(drop)
+}
+
 impl Store {
     /// Writes a token.
     ///
@@ -155,20 +172,23 @@ impl Store {
         .await
     }
 
-    /// Removes a token with those that were made with it; the ids of all that were removed.
+    /// The ids of all tokens.
     ///
     /// # Errors
     /// The database's.
-    pub async fn remove_token(&self, id: String) -> Result<Vec<String>, StoreError> {
-        self.write_if_possible(move |conn, _| {
-            let sql = "WITH RECURSIVE doomed (id) AS (
-                           SELECT id FROM tokens WHERE id = ?1
-                           UNION SELECT tokens.id FROM tokens JOIN doomed ON tokens.created_by = 'token:' || doomed.id
-                       )
-                       DELETE FROM tokens WHERE id IN (SELECT id FROM doomed) RETURNING id";
-            let mut statement = conn.prepare_cached(sql)?;
-            Ok(statement.query_map([id], |row| row.get(0))?.collect::<Result<_, _>>()?)
+    pub async fn token_ids(self: &Arc<Self>) -> Result<HashSet<String>, StoreError> {
+        self.read(|conn| {
+            let mut statement = conn.prepare_cached("SELECT id FROM tokens")?;
+            Ok(statement.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?)
         })
         .await
+    }
+
+    /// Removes a token with those that were made with it; whether it was there.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn remove_token(&self, id: String) -> Result<bool, StoreError> {
+        self.write_if_possible(move |conn, _| forget(conn, "id = ?1", [id])).await
     }
 }

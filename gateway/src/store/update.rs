@@ -4,12 +4,13 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use rusqlite::Connection;
-use torpor_sandbox::{PendingUpdate, Phase, SandboxId, State, UpdateFailure, spec::RESERVED_PREFIXES};
+use torpor_sandbox::{PendingUpdate, Phase, SandboxId, UpdateFailure, spec::RESERVED_PREFIXES};
 
 use super::{
     Applied, Change, Record, RequestKey, Store, StoreError, now,
-    requests::{remember, repeated},
-    sandboxes::{expect, json, load, swap},
+    requests::{Begun, begin},
+    rows::json,
+    sandboxes::{load, swap},
     watch,
 };
 
@@ -31,16 +32,12 @@ impl Store {
         request: Option<RequestKey>,
     ) -> Result<Applied, StoreError> {
         self.write_if_possible(move |conn, changes| {
-            if let Some(before) = repeated(conn, request.as_ref())? {
-                return Ok(before);
-            }
-            let record = load(conn, &key)?;
-            expect(&record, Some(expected))?;
+            let record = match begin(conn, &key, Some(expected), request.as_ref())? {
+                Begun::Before(before) => return Ok(before),
+                Begun::New(record) => *record,
+            };
             if record.state.phase == Phase::Deleting {
                 return Err(StoreError::Deleting(record.name));
-            }
-            if let Some(request) = &request {
-                remember(conn, request, record.id.as_str())?;
             }
             let mut after = record.clone();
             set_words(&mut after, labels, annotations);
@@ -62,18 +59,12 @@ impl Store {
     ) -> Result<Applied, StoreError> {
         let id = id.clone();
         self.write_if_possible(move |conn, changes| {
-            if let Some(before) = repeated(conn, request.as_ref())? {
-                return Ok(before);
-            }
-            let record = load(conn, id.as_str())?;
-            expect(&record, Some(version))?;
-            if let Some(request) = &request {
-                remember(conn, request, id.as_str())?;
-            }
-            let after = Record {
-                state: State { update: Some(Box::new(update)), ..record.state.clone() },
-                ..record.clone()
+            let record = match begin(conn, id.as_str(), Some(version), request.as_ref())? {
+                Begun::Before(before) => return Ok(before),
+                Begun::New(record) => *record,
             };
+            let mut after = record.clone();
+            after.state.update = Some(Box::new(update));
             write(conn, changes, &record, after)
         })
         .await
@@ -170,7 +161,7 @@ fn set_words(record: &mut Record, labels: Option<Words>, annotations: Option<Wor
 }
 
 /// Writes what `after` is, if that is something else than `before`.
-fn write(
+pub(super) fn write(
     conn: &Connection,
     changes: &mut Vec<Change>,
     before: &Record,

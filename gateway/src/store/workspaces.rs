@@ -7,8 +7,9 @@ use torpor_sandbox::id::clip;
 
 use super::{
     Store, StoreError, from_millis, now,
+    rows::{json, page, parsed},
     sandboxes::{Page, Selector, page_token, parse_token},
-    schema,
+    schema, tokens,
 };
 
 /// Workspaces of one gateway.
@@ -89,11 +90,7 @@ fn raw(row: &Row<'_>) -> rusqlite::Result<Raw> {
 }
 
 fn workspace((name, seq, version, labels, created, sandboxes): Raw) -> Result<Workspace, StoreError> {
-    let labels = serde_json::from_str(&labels).map_err(|source| StoreError::Row {
-        id: format!("of workspace '{name}'"),
-        what: "labels",
-        source,
-    })?;
+    let labels = parsed(format_args!("of workspace '{name}'"), "labels", &labels)?;
     Ok(Workspace { name, seq, version, labels, created: from_millis(created), sandboxes })
 }
 
@@ -103,24 +100,22 @@ fn load(conn: &Connection, name: &str) -> Result<Workspace, StoreError> {
     workspace(found.ok_or_else(|| StoreError::NoWorkspace(clip(name)))?)
 }
 
-/// Whether it is there.
+fn is_there(conn: &Connection, name: &str) -> Result<bool, StoreError> {
+    Ok(conn.prepare_cached("SELECT 1 FROM workspaces WHERE name = ?1")?.exists([name])?)
+}
+
+/// Refuses one that isn't there.
 pub(super) fn expect(conn: &Connection, name: &str) -> Result<(), StoreError> {
-    let there = conn.prepare_cached("SELECT 1 FROM workspaces WHERE name = ?1")?.exists([name])?;
-    if there { Ok(()) } else { Err(StoreError::NoWorkspace(clip(name))) }
+    if is_there(conn, name)? { Ok(()) } else { Err(StoreError::NoWorkspace(clip(name))) }
 }
 
 /// Makes it if it isn't there.
 pub(super) fn ensure(conn: &Connection, name: &str) -> Result<(), StoreError> {
-    let there = conn.prepare_cached("SELECT 1 FROM workspaces WHERE name = ?1")?.exists([name])?;
-    if there { Ok(()) } else { insert(conn, name, &BTreeMap::new()) }
+    if is_there(conn, name)? { Ok(()) } else { insert(conn, name, &BTreeMap::new()) }
 }
 
 fn insert(conn: &Connection, name: &str, labels: &BTreeMap<String, String>) -> Result<(), StoreError> {
-    let labels = serde_json::to_string(labels).map_err(|source| StoreError::Row {
-        id: format!("of workspace '{name}'"),
-        what: "labels",
-        source,
-    })?;
+    let labels = json(format_args!("of workspace '{name}'"), "labels", labels)?;
     let last: Option<u64> = conn.query_row("SELECT max(seq) FROM workspaces", [], |row| row.get(0))?;
     conn.prepare_cached("INSERT INTO workspaces VALUES (?1, ?2, 1, ?3, ?4)")?.execute((
         name,
@@ -131,16 +126,8 @@ fn insert(conn: &Connection, name: &str, labels: &BTreeMap<String, String>) -> R
     Ok(())
 }
 
-/// Tokens of a workspace live no longer than their maker may make them; those made with them neither.
-fn forget_tokens(conn: &Connection, workspace: &str, subject: &str) -> Result<(), StoreError> {
-    let sql = "WITH RECURSIVE doomed (id) AS (
-                   SELECT id FROM tokens WHERE workspace = ?1 AND created_by = ?2
-                   UNION SELECT tokens.id FROM tokens JOIN doomed ON tokens.created_by = 'token:' || doomed.id
-               )
-               DELETE FROM tokens WHERE id IN (SELECT id FROM doomed)";
-    conn.prepare_cached(sql)?.execute((workspace, subject))?;
-    Ok(())
-}
+/// Of a member, in the order that [`member`] reads.
+const MEMBER: &str = "SELECT workspace, subject, role, created_ms FROM members";
 
 fn member(row: &Row<'_>) -> rusqlite::Result<Member> {
     let role: String = row.get(2)?;
@@ -228,18 +215,11 @@ impl Store {
         self.read(move |conn| {
             let sql = format!("SELECT {COLUMNS} FROM workspaces WHERE seq > ?1 ORDER BY seq");
             let mut statement = conn.prepare_cached(&sql)?;
-            let mut rows: Vec<Workspace> = Vec::new();
-            for row in statement.query_map([after], raw)? {
-                let found = workspace(row?)?;
-                if selector.reaches(&found.name) && selector.matches(&found.labels) {
-                    if rows.len() == size {
-                        let next = rows.last().map(|row| page_token(row.seq));
-                        return Ok(Page { rows, next });
-                    }
-                    rows.push(found);
-                }
-            }
-            Ok(Page { rows, next: None })
+            let found = statement.query_map([after], raw)?.map(|row| workspace(row?));
+            let (rows, more) =
+                page(found, size, |row| selector.reaches(&row.name) && selector.matches(&row.labels))?;
+            let next = rows.last().filter(|_| more).map(|row| page_token(row.seq));
+            Ok(Page { rows, next })
         })
         .await
     }
@@ -286,11 +266,10 @@ impl Store {
             )?
             .execute((&workspace, &subject, role.as_str(), now()))?;
             if role < Role::Owner {
-                forget_tokens(conn, &workspace, &subject)?;
+                tokens::forget_made_by(conn, &workspace, &subject)?;
             }
-            let sql = "SELECT workspace, subject, role, created_ms FROM members
-                       WHERE workspace = ?1 AND subject = ?2";
-            Ok(conn.prepare_cached(sql)?.query_row((&workspace, &subject), member)?)
+            let sql = format!("{MEMBER} WHERE workspace = ?1 AND subject = ?2");
+            Ok(conn.prepare_cached(&sql)?.query_row((&workspace, &subject), member)?)
         })
         .await
     }
@@ -304,7 +283,7 @@ impl Store {
             expect(conn, &workspace)?;
             let sql = "DELETE FROM members WHERE workspace = ?1 AND subject = ?2";
             let removed = conn.prepare_cached(sql)?.execute((&workspace, &subject))? > 0;
-            forget_tokens(conn, &workspace, &subject)?;
+            tokens::forget_made_by(conn, &workspace, &subject)?;
             Ok(removed)
         })
         .await
@@ -323,14 +302,10 @@ impl Store {
         let workspace = workspace.to_owned();
         self.read(move |conn| {
             expect(conn, &workspace)?;
-            let sql = "SELECT workspace, subject, role, created_ms FROM members
-                       WHERE workspace = ?1 AND subject > ?2 ORDER BY subject LIMIT ?3";
-            let mut rows: Vec<Member> = conn
-                .prepare_cached(sql)?
-                .query_map((&workspace, after.unwrap_or_default(), size + 1), member)?
-                .collect::<Result<_, _>>()?;
-            let more = rows.len() > size;
-            rows.truncate(size);
+            let sql = format!("{MEMBER} WHERE workspace = ?1 AND subject > ?2 ORDER BY subject");
+            let mut statement = conn.prepare_cached(&sql)?;
+            let found = statement.query_map((&workspace, after.unwrap_or_default()), member)?;
+            let (rows, more) = page(found.map(|row| row.map_err(StoreError::from)), size, |_| true)?;
             let next = rows.last().filter(|_| more).map(|row| row.subject.clone());
             Ok(Page { rows, next })
         })
@@ -342,10 +317,7 @@ impl Store {
     /// # Errors
     /// The database's.
     pub async fn all_members(self: &Arc<Self>) -> Result<Vec<Member>, StoreError> {
-        self.read(|conn| {
-            let sql = "SELECT workspace, subject, role, created_ms FROM members";
-            Ok(conn.prepare_cached(sql)?.query_map([], member)?.collect::<Result<_, _>>()?)
-        })
-        .await
+        self.read(|conn| Ok(conn.prepare_cached(MEMBER)?.query_map([], member)?.collect::<Result<_, _>>()?))
+            .await
     }
 }

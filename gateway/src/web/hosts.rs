@@ -15,9 +15,9 @@ use tonic::body::Body;
 use torpor_sandbox::spec::{DEFAULT_WORKSPACE, qualified, unqualified};
 
 use crate::{
-    access::Peer,
+    access::{Peer, SECRET_PREFIX},
     error::{ApiError, Code},
-    expose, forward,
+    forward,
     http::Said,
     service::Service,
     store::{Exposed, StoreError},
@@ -48,9 +48,6 @@ const FORWARDED: [HeaderName; 4] = [
     HeaderName::from_static("x-forwarded-host"),
     HeaderName::from_static("x-forwarded-proto"),
 ];
-
-/// What secrets of tokens begin with.
-const OUR_TOKEN: &[u8] = b"tpr_";
 
 /// Who leads host names to sandboxes.
 pub struct Hosts {
@@ -129,14 +126,8 @@ impl Hosts {
         }
         let row = find(&service, wanted).await?;
         let why = format!("a request to port {}", wanted.port);
-        let (record, channel, session, woken) = service.reach(&row.sandbox, row.wake, &why).await?;
-        let opened = tokio::select! {
-            opened = expose::connect(channel, wanted.port, woken) => opened,
-            () = session.cancelled() => {
-                return Err(ApiError::not_ready(&service.store.get(row.sandbox.as_str()).await?));
-            }
-        };
-        let forward = opened.map_err(|error| error.answer(&record, wanted.port))?;
+        let (record, forward, session) =
+            service.reach_port(&row.sandbox, wanted.port, row.wake, &why).await?;
         let (ours, theirs) = tokio::io::duplex(BETWEEN);
         // The connection in the sandbox ends with the exchange, also when its server would keep it open.
         let end = session.child_token();
@@ -219,11 +210,15 @@ async fn exchange(
     Ok(response.map(Body::new))
 }
 
+/// What the Connection headers name.
+fn of_connection(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+    let values = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
+    values.flat_map(|value| value.split(',')).map(str::trim)
+}
+
 /// The protocol that the client wants to switch to; HTTP/1.1 only.
 fn wanted_upgrade<B>(request: &Request<B>) -> Option<HeaderValue> {
-    let named = request.headers().get_all(header::CONNECTION).iter();
-    let mut named = named.filter_map(|value| value.to_str().ok()).flat_map(|value| value.split(','));
-    let asks = named.any(|one| one.trim().eq_ignore_ascii_case("upgrade"));
+    let asks = of_connection(request.headers()).any(|one| one.eq_ignore_ascii_case("upgrade"));
     let protocol = request.headers().get(header::UPGRADE)?;
     (asks && request.version() == Version::HTTP_11).then(|| protocol.clone())
 }
@@ -242,13 +237,7 @@ async fn carry_upgraded(client: OnUpgrade, server: OnUpgrade, session: Cancellat
 
 /// Without what was meant for the gateway's own connection.
 fn strip(headers: &mut HeaderMap) {
-    let named: Vec<HeaderName> = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .filter_map(|value| value.to_str().ok())
-        .flat_map(|value| value.split(','))
-        .filter_map(|name| name.trim().parse().ok())
-        .collect();
+    let named: Vec<HeaderName> = of_connection(headers).filter_map(|name| name.parse().ok()).collect();
     for name in named.iter().chain(&OF_CONNECTION) {
         headers.remove(name);
     }
@@ -266,7 +255,8 @@ fn rewritten(mut request: Request<Body>, upgrade: Option<&HeaderValue>) -> Reque
     let host = headers.get(header::HOST).cloned();
     strip(headers);
     // A token of the gateway's is none of the sandbox's business.
-    let ours = |value: &HeaderValue| value.as_bytes().windows(OUR_TOKEN.len()).any(|part| part == OUR_TOKEN);
+    let secret = SECRET_PREFIX.as_bytes();
+    let ours = |value: &HeaderValue| value.as_bytes().windows(secret.len()).any(|part| part == secret);
     if headers.get_all(header::AUTHORIZATION).iter().any(ours) {
         headers.remove(header::AUTHORIZATION);
     }

@@ -1,9 +1,10 @@
 //! A real gateway over the driver that only pretends, and clients on its socket.
 #![allow(dead_code, reason = "each test file uses what it needs")]
 
+pub mod process;
 pub mod wired;
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
 use tempfile::TempDir;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -137,6 +138,16 @@ pub fn error_info(status: &tonic::Status) -> (String, String) {
     let info = status.get_error_details().error_info().cloned().expect("every error carries ErrorInfo");
     assert_eq!(info.domain, "torpor");
     (info.reason.clone(), info.metadata.get("next").cloned().unwrap_or_default())
+}
+
+/// A status with this code and reason.
+pub fn refused(status: &tonic::Status, code: tonic::Code, reason: &str) {
+    assert_eq!((status.code(), error_info(status).0.as_str()), (code, reason), "{status:?}");
+}
+
+/// Labels and the like.
+pub fn map(pairs: &[(&str, &str)]) -> HashMap<String, String> {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
 /// Makes the database of an ended gateway one of an earlier boot of the host.

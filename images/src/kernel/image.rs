@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use super::modules::number;
 use crate::Error;
 use crate::error::At;
 
@@ -17,8 +18,8 @@ const MAX_RELEASE: usize = 64;
 /// The release of the bzImage or vmlinux at `path`; empty when it doesn't say.
 pub(crate) fn release(path: &Path) -> Result<String, Error> {
     let bytes = fs::read(path).at("read kernel", path)?;
-    if bytes.get(HEADER_MAGIC..HEADER_MAGIC + 4) == Some(b"HdrS") {
-        let pointer = usize::from(u16::from_le_bytes([bytes[VERSION_POINTER], bytes[VERSION_POINTER + 1]]));
+    if is_bz_image(&bytes) {
+        let pointer = number(&bytes, VERSION_POINTER, 2).unwrap_or(0);
         return Ok(if pointer == 0 { String::new() } else { word_at(&bytes, pointer + SETUP) });
     }
     if bytes.starts_with(ELF) {
@@ -31,6 +32,11 @@ pub(crate) fn release(path: &Path) -> Result<String, Error> {
         return Ok(release.unwrap_or_default());
     }
     Err(Error::BadKernel { path: path.to_owned(), why: "it is neither a bzImage nor an ELF vmlinux" })
+}
+
+/// Whether a boot image has the setup header.
+pub(crate) fn is_bz_image(bytes: &[u8]) -> bool {
+    bytes.get(HEADER_MAGIC..HEADER_MAGIC + 4) == Some(b"HdrS")
 }
 
 /// A word that can stand in a path; anything else is as good as none.

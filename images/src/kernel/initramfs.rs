@@ -61,11 +61,9 @@ pub(crate) fn build(kernel: &Kernel, agent: &[u8]) -> Result<Vec<u8>, Error> {
     if let Some(dir) = &kernel.modules {
         for (name, path) in module_files(dir)? {
             let bytes = fs::read(&path).at("read", &path)?;
+            cpio.file(&format!("modules/{name}"), 0o644, &bytes);
             modules.push((name, bytes));
         }
-    }
-    for (name, bytes) in &modules {
-        cpio.file(&format!("modules/{name}"), 0o644, bytes);
     }
     cpio.file("modules/list", 0o644, when::list(&modules)?.as_bytes());
     Ok(cpio.finish())

@@ -165,7 +165,8 @@ fn section<'a>(elf: &'a [u8], wanted: &[u8]) -> Option<&'a [u8]> {
     })
 }
 
-fn number(bytes: &[u8], at: usize, width: usize) -> Option<usize> {
+/// A little-endian number of so many bytes.
+pub(crate) fn number(bytes: &[u8], at: usize, width: usize) -> Option<usize> {
     let field = bytes.get(at..at.checked_add(width)?)?;
     let value = field.iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte));
     usize::try_from(value).ok()

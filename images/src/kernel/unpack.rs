@@ -7,14 +7,15 @@
 use std::fs;
 use std::path::Path;
 
+use super::image::is_bz_image;
 use super::lz4;
+use super::modules::number;
 use crate::staging::Staging;
 use crate::tool::Tool;
 
 /// Counted up when the same bzImage makes another file.
 pub(crate) const FILE: &str = "vmlinux-1";
 
-const HEADER_MAGIC: usize = 0x202;
 const SETUP_SECTORS: usize = 0x1f1;
 const PAYLOAD: usize = 0x248;
 const PAYLOAD_BYTES: usize = 0x24c;
@@ -32,7 +33,7 @@ const PAGE: usize = 4096;
 /// their ends, and the relocations behind. None when it can't be had: the kernel unpacks itself then.
 pub(crate) fn vmlinux(path: &Path, staging: &Staging) -> Option<Vec<u8>> {
     let image = fs::read(path).ok()?;
-    if image.get(HEADER_MAGIC..HEADER_MAGIC + 4)? != b"HdrS" {
+    if !is_bz_image(&image) {
         return None;
     }
     let sectors = match image[SETUP_SECTORS] {
@@ -126,12 +127,6 @@ fn trimmed(elf: &[u8]) -> Option<Vec<u8>> {
 
 fn put_long(bytes: &mut [u8], at: usize, value: usize) {
     bytes[at..at + 8].copy_from_slice(&(value as u64).to_le_bytes());
-}
-
-fn number(bytes: &[u8], at: usize, width: usize) -> Option<usize> {
-    let field = bytes.get(at..at.checked_add(width)?)?;
-    let value = field.iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte));
-    usize::try_from(value).ok()
 }
 
 fn half(bytes: &[u8], at: usize) -> Option<usize> {

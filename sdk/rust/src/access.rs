@@ -2,7 +2,7 @@
 
 use torpor_proto::v1::{self, access_client::AccessClient, workspaces_client::WorkspacesClient};
 
-use crate::{client::Client, endpoint::Transport, error::Error, retry::request_id};
+use crate::{client::Client, endpoint::Transport, error::Error, retry::fill_in};
 
 /// Rows asked for at once.
 const PAGE: i32 = 500;
@@ -24,9 +24,7 @@ impl Client {
         &self,
         mut request: v1::CreateWorkspaceRequest,
     ) -> Result<v1::Workspace, Error> {
-        if request.request_id.is_empty() {
-            request.request_id = request_id();
-        }
+        fill_in(&mut request.request_id);
         retried!(self.workspaces().create(request))
     }
 
@@ -44,23 +42,12 @@ impl Client {
     /// # Errors
     /// See [`Client`]; [`Error::Protocol`] when the pages go round in a circle.
     pub async fn list_workspaces(&self, label_selector: &str) -> Result<Vec<v1::Workspace>, Error> {
-        let mut request = v1::ListWorkspacesRequest {
+        let request = v1::ListWorkspacesRequest {
             page_size: PAGE,
             page_token: String::new(),
             label_selector: label_selector.to_owned(),
         };
-        let mut all = Vec::new();
-        loop {
-            let page = retried!(self.workspaces().list(request))?;
-            all.extend(page.workspaces);
-            if page.next_page_token.is_empty() {
-                return Ok(all);
-            }
-            if page.next_page_token == request.page_token {
-                return Err(Error::Protocol("a page names itself as the next one"));
-            }
-            request.page_token = page.next_page_token;
-        }
+        all_pages!(self.workspaces().list(request).workspaces)
     }
 
     /// Removes an empty workspace; whether it was there.
@@ -114,23 +101,12 @@ impl Client {
     /// # Errors
     /// See [`Client`]; [`Error::Protocol`] when the pages go round in a circle.
     pub async fn list_members(&self, workspace: &str) -> Result<Vec<v1::Member>, Error> {
-        let mut request = v1::ListMembersRequest {
+        let request = v1::ListMembersRequest {
             workspace: workspace.to_owned(),
             page_size: PAGE,
             page_token: String::new(),
         };
-        let mut all = Vec::new();
-        loop {
-            let page = retried!(self.workspaces().list_members(request))?;
-            all.extend(page.members);
-            if page.next_page_token.is_empty() {
-                return Ok(all);
-            }
-            if page.next_page_token == request.page_token {
-                return Err(Error::Protocol("a page names itself as the next one"));
-            }
-            request.page_token = page.next_page_token;
-        }
+        all_pages!(self.workspaces().list_members(request).members)
     }
 
     /// Who we are to the gateway.

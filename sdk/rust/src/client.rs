@@ -10,7 +10,7 @@ use crate::{
     endpoint::{self, Options, Transport},
     error::Error,
     exec::Exec,
-    retry::{Retry, request_id},
+    retry::{Retry, fill_in, request_id},
     watch::Watch,
 };
 
@@ -23,6 +23,29 @@ macro_rules! retried {
             async move { client.$method(request).await }
         };
         $self.retry.call(attempt).await
+    }};
+}
+
+/// Asks for one page after the other: the rows of all, or the first `$limit` of them.
+macro_rules! all_pages {
+    ($self:ident.$service:ident().$method:ident($request:expr).$rows:ident) => {
+        all_pages!($self.$service().$method($request).$rows, usize::MAX)
+    };
+    ($self:ident.$service:ident().$method:ident($request:expr).$rows:ident, $limit:expr) => {{
+        let (mut request, limit) = ($request, $limit);
+        let mut all = Vec::new();
+        loop {
+            let page = retried!($self.$service().$method(request))?;
+            all.extend(page.$rows);
+            if page.next_page_token.is_empty() || all.len() >= limit {
+                all.truncate(limit);
+                break Ok(all);
+            }
+            if page.next_page_token == request.page_token {
+                break Err(Error::Protocol("a page names itself as the next one"));
+            }
+            request.page_token = page.next_page_token;
+        }
     }};
 }
 
@@ -90,9 +113,7 @@ impl Client {
     /// # Errors
     /// See [`Client`].
     pub async fn create(&self, mut request: v1::CreateSandboxRequest) -> Result<v1::Sandbox, Error> {
-        if request.request_id.is_empty() {
-            request.request_id = request_id();
-        }
+        fill_in(&mut request.request_id);
         retried!(self.sandboxes().create(request))
     }
 
@@ -122,24 +143,13 @@ impl Client {
     }
 
     async fn list_of(&self, label_selector: &str, all_workspaces: bool) -> Result<Vec<v1::Sandbox>, Error> {
-        let mut request = v1::ListSandboxesRequest {
+        let request = v1::ListSandboxesRequest {
             page_size: PAGE,
             page_token: String::new(),
             label_selector: label_selector.to_owned(),
             all_workspaces,
         };
-        let mut all = Vec::new();
-        loop {
-            let page = retried!(self.sandboxes().list(request))?;
-            all.extend(page.sandboxes);
-            if page.next_page_token.is_empty() {
-                return Ok(all);
-            }
-            if page.next_page_token == request.page_token {
-                return Err(Error::Protocol("a page names itself as the next one"));
-            }
-            request.page_token = page.next_page_token;
-        }
+        all_pages!(self.sandboxes().list(request).sandboxes)
     }
 
     /// Every change of the chosen sandboxes.
@@ -220,21 +230,9 @@ impl Client {
     pub async fn history(&self, sandbox: &str, limit: Option<usize>) -> Result<Vec<v1::Transition>, Error> {
         let limit = limit.unwrap_or(usize::MAX);
         let page_size = i32::try_from(limit).map_or(PAGE, |l| l.clamp(1, PAGE));
-        let mut request =
+        let request =
             v1::HistoryRequest { sandbox: sandbox.to_owned(), page_size, page_token: String::new() };
-        let mut all = Vec::new();
-        loop {
-            let page = retried!(self.sandboxes().history(request))?;
-            all.extend(page.transitions);
-            if page.next_page_token.is_empty() || all.len() >= limit {
-                all.truncate(limit);
-                return Ok(all);
-            }
-            if page.next_page_token == request.page_token {
-                return Err(Error::Protocol("a page names itself as the next one"));
-            }
-            request.page_token = page.next_page_token;
-        }
+        all_pages!(self.sandboxes().history(request).transitions, limit)
     }
 
     /// The workspace disk of a sandbox; with `check` also whether its structure is in order, for which it must be at rest.

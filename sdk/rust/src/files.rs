@@ -143,23 +143,12 @@ impl Client {
     /// # Errors
     /// See [`Client`]; [`Error::Protocol`] when the pages go round in a circle.
     pub async fn list_files(&self, sandbox: &str, path: &str) -> Result<Vec<v1::FileInfo>, Error> {
-        let mut request = v1::ListFilesRequest {
+        let request = v1::ListFilesRequest {
             sandbox: sandbox.to_owned(),
             path: path.to_owned(),
             ..v1::ListFilesRequest::default()
         };
-        let mut all = Vec::new();
-        loop {
-            let page = retried!(self.files().list(request))?;
-            all.extend(page.files);
-            if page.next_page_token.is_empty() {
-                return Ok(all);
-            }
-            if page.next_page_token == request.page_token {
-                return Err(Error::Protocol("a page names itself as the next one"));
-            }
-            request.page_token = page.next_page_token;
-        }
+        all_pages!(self.files().list(request).files)
     }
 
     /// Makes a folder.

@@ -72,6 +72,13 @@ fn overloaded(status: &Status) -> Option<Duration> {
     Some(hint.map_or(Duration::ZERO, Duration::from_millis).min(LONGEST_HINT))
 }
 
+/// Makes up the id of a request whose caller has given none.
+pub(crate) fn fill_in(id: &mut String) {
+    if id.is_empty() {
+        *id = request_id();
+    }
+}
+
 /// A new random request id: a verb that is sent again with the same one returns the first result.
 pub fn request_id() -> String {
     format!("{:032x}", rand::rng().random::<u128>())

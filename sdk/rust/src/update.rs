@@ -6,7 +6,7 @@ use crate::{
     client::{Client, target},
     endpoint::Transport,
     error::Error,
-    retry::request_id,
+    retry::fill_in,
 };
 
 /// Rows asked for at once.
@@ -25,9 +25,7 @@ impl Client {
     /// [`Client::resume_pending_update`] goes on.
     pub async fn update(&self, mut request: v1::UpdateSandboxRequest) -> Result<v1::Sandbox, Error> {
         let target = request.target.get_or_insert_default();
-        if target.request_id.is_empty() {
-            target.request_id = request_id();
-        }
+        fill_in(&mut target.request_id);
         retried!(self.sandboxes().update(request))
     }
 
@@ -48,9 +46,7 @@ impl Client {
         &self,
         mut request: v1::CreateTemplateRequest,
     ) -> Result<v1::Template, Error> {
-        if request.request_id.is_empty() {
-            request.request_id = request_id();
-        }
+        fill_in(&mut request.request_id);
         retried!(self.template_calls().create(request))
     }
 
@@ -68,23 +64,12 @@ impl Client {
     /// # Errors
     /// See [`Client`]; [`Error::Protocol`] when the pages go round in a circle.
     pub async fn templates(&self, label_selector: &str) -> Result<Vec<v1::Template>, Error> {
-        let mut request = v1::ListTemplatesRequest {
+        let request = v1::ListTemplatesRequest {
             page_size: PAGE,
             page_token: String::new(),
             label_selector: label_selector.to_owned(),
         };
-        let mut all = Vec::new();
-        loop {
-            let page: v1::ListTemplatesResponse = retried!(self.template_calls().list(request))?;
-            all.extend(page.templates);
-            if page.next_page_token.is_empty() {
-                return Ok(all);
-            }
-            if page.next_page_token == request.page_token {
-                return Err(Error::Protocol("a page names itself as the next one"));
-            }
-            request.page_token = page.next_page_token;
-        }
+        all_pages!(self.template_calls().list(request).templates)
     }
 
     /// Changes a template; the request names the version that is meant.
@@ -95,9 +80,7 @@ impl Client {
         &self,
         mut request: v1::UpdateTemplateRequest,
     ) -> Result<v1::Template, Error> {
-        if request.request_id.is_empty() {
-            request.request_id = request_id();
-        }
+        fill_in(&mut request.request_id);
         retried!(self.template_calls().update(request))
     }
 

@@ -15,14 +15,13 @@ use std::{
 };
 
 use machine::{Bench, Job, MEMORY, Outcome, Which};
+use torpor_vmm_api::kernel_line::{host_makes_huge_pages, kernel_line};
 
 /// Rounds of each; the median is shown.
 const ROUNDS: usize = 5;
 /// Of a boot with the stock command line, which takes minutes of the host's time: on the box's clock one is enough.
 const LONG_ROUNDS: usize = 1;
 const LIMIT: Duration = Duration::from_secs(60);
-/// Whether the host's kernel makes huge pages of what nobody asked it to.
-const TRANSPARENT_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
 fn main() -> Outcome<()> {
     // Cargo's own words ("--bench") are no names of ours.
@@ -43,8 +42,7 @@ fn main() -> Outcome<()> {
 
 /// The command line that the vm driver gives a guest with so much memory here.
 fn command_line(memory_bytes: u64) -> String {
-    let huge = std::fs::read_to_string(TRANSPARENT_HUGE_PAGES).is_ok_and(|text| text.contains("[always]"));
-    torpor_vmm_api::kernel_line::kernel_line(memory_bytes, huge)
+    kernel_line(memory_bytes, host_makes_huge_pages())
 }
 
 /// From the process's start to a line on its console.

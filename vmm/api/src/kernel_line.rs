@@ -10,6 +10,13 @@ const SMALL: u64 = 1 << 30;
 /// Of 64 KiB: 2 to the power of so many pages.
 const SMALL_REPORT: u32 = 4;
 
+/// Whether the kernel of this host makes huge pages of what nobody asked it to.
+pub fn host_makes_huge_pages() -> bool {
+    // A kernel without the file has no such pages.
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
+        .is_ok_and(|text| text.contains("[always]"))
+}
+
 /// The command line for a guest with so much memory, on a host that makes huge pages unasked or doesn't.
 pub fn kernel_line(memory_bytes: u64, huge_pages: bool) -> String {
     let mut line = ALWAYS.to_owned();

@@ -11,7 +11,7 @@ use std::{
 
 use clap::{Args, builder::TypedValueParser as _};
 use serde::Serialize;
-use torpor_agent_files::{FileError, Problem, shown};
+use torpor_agent_files::{FileError, Problem, Time, shown};
 use torpor_sandbox::spec::size;
 use torpor_sdk::Error;
 
@@ -208,6 +208,12 @@ pub async fn run(session: &Session, args: CpArgs) -> Outcome {
 /// The bytes of an earlier try are not the beginning of the file: it comes anew.
 fn prefix_differs(error: &Failure) -> bool {
     error.told.reason == "PREFIX_DIFFERS"
+}
+
+/// Whether two files were changed last at the same time.
+fn same_time(there: Option<&prost_types::Timestamp>, here: Option<Time>) -> bool {
+    there.map(|time| (time.seconds, i64::from(time.nanos)))
+        == here.map(|(seconds, nanos)| (seconds, i64::from(nanos)))
 }
 
 /// Nothing is at that path of the sandbox.

@@ -9,7 +9,7 @@ use std::{
 use torpor_agent_files::{self as local, Entry, Kind, Options, Place, Writer};
 use torpor_sdk::{Client, Download, Error, FilePiece, v1};
 
-use super::{Plan, Report, bytes_of, prefix_differs};
+use super::{Plan, Report, bytes_of, prefix_differs, same_time};
 use crate::{
     commands::Outcome,
     failure::{FAILED, Failure},
@@ -108,18 +108,18 @@ struct Copy<'a> {
     report: Report,
 }
 
-impl Copy<'_> {
-    fn request(&self, path: &str) -> v1::DownloadRequest {
-        v1::DownloadRequest {
-            sandbox: self.plan.remote.sandbox.clone(),
-            path: path.to_owned(),
-            ..v1::DownloadRequest::default()
-        }
+fn request(plan: &Plan<'_>, path: &str) -> v1::DownloadRequest {
+    v1::DownloadRequest {
+        sandbox: plan.remote.sandbox.clone(),
+        path: path.to_owned(),
+        ..v1::DownloadRequest::default()
     }
+}
 
+impl Copy<'_> {
     /// Everything in one stream.
     async fn whole(&mut self) -> Result<(), Failure> {
-        let mut download = self.client.download(self.request(&self.plan.remote.path)).await?;
+        let mut download = self.client.download(request(self.plan, &self.plan.remote.path)).await?;
         while let Some(piece) = download.next().await? {
             match piece {
                 FilePiece::Entry(entry) => self.entry(entry, 0, Vec::new())?,
@@ -133,7 +133,8 @@ impl Copy<'_> {
 
     /// First what there is, then of each file what is missing here.
     async fn resume(&mut self) -> Result<(), Failure> {
-        let request = v1::DownloadRequest { entries_only: true, ..self.request(&self.plan.remote.path) };
+        let request =
+            v1::DownloadRequest { entries_only: true, ..request(self.plan, &self.plan.remote.path) };
         let mut listing = self.client.download(request).await?;
         while let Some(piece) = listing.next().await? {
             match piece {
@@ -155,8 +156,7 @@ impl Copy<'_> {
         let place = Place::open(bytes_of(self.goal.folder.as_os_str()))?;
         let mut kept = 0;
         if let Ok(there) = local::info(&place, &name) {
-            let same_time = there.entry.modified.map(|(seconds, nanos)| (seconds, i64::from(nanos)))
-                == entry.modified.as_ref().map(|time| (time.seconds, i64::from(time.nanos)));
+            let same_time = same_time(entry.modified.as_ref(), there.entry.modified);
             if there.entry.kind == Kind::File && there.entry.size == entry.size && same_time {
                 self.report.unchanged += 1;
                 return Ok(());
@@ -190,7 +190,7 @@ impl Copy<'_> {
         digest: Vec<u8>,
     ) -> Result<(), Failure> {
         let prefix_sha256 = digest.clone().into();
-        let request = v1::DownloadRequest { offset, prefix_sha256, ..self.request(path) };
+        let request = v1::DownloadRequest { offset, prefix_sha256, ..request(self.plan, path) };
         let mut download: Download = self.client.download(request).await?;
         while let Some(piece) = download.next().await? {
             match piece {
@@ -271,12 +271,7 @@ fn partial_digest(place: &Place, name: &[u8], length: u64) -> Result<Option<Vec<
 /// Copies a file to standard output.
 pub async fn stream(plan: &Plan<'_>) -> Outcome {
     let client = plan.session.connect().await?;
-    let request = v1::DownloadRequest {
-        sandbox: plan.remote.sandbox.clone(),
-        path: plan.remote.path.clone(),
-        ..v1::DownloadRequest::default()
-    };
-    let mut download = client.download(request).await?;
+    let mut download = client.download(request(plan, &plan.remote.path)).await?;
     let stdout = nix::unistd::dup(io::stdout()).map_err(io::Error::from)?;
     let mut stdout = File::from(stdout);
     while let Some(piece) = download.next().await? {

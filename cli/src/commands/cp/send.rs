@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use torpor_agent_files::{self as local, Begin, Entry, FileError, Kind, Place, Sink};
 use torpor_sdk::{Client, Upload, v1};
 
-use super::{Plan, Report, bytes_of, is_missing, prefix_differs};
+use super::{Plan, Report, bytes_of, is_missing, prefix_differs, same_time};
 use crate::{
     commands::Outcome,
     failure::{FAILED, Failure},
@@ -195,8 +195,7 @@ impl Out {
             Err(error) => return Err(Stop::Failed(Box::new(error.into()))),
         };
         let size = entry.size.unwrap_or(0);
-        let same_time = there.modified.as_ref().map(|t| (t.seconds, i64::from(t.nanos)))
-            == entry.modified.map(|(seconds, nanos)| (seconds, i64::from(nanos)));
+        let same_time = same_time(there.modified.as_ref(), entry.modified);
         if there.kind() == v1::FileKind::File && there.size == size && same_time {
             return Ok(None);
         }

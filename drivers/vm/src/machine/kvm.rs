@@ -16,8 +16,9 @@ use std::{
 use async_trait::async_trait;
 use torpor_sandbox::DriverError;
 use torpor_vmm_api::{
-    AgentSocket, Config, Disk, End, EndFile, HugePages, Jail, Net, Source, console::ConsoleReader,
-    kernel_line::kernel_line,
+    AgentSocket, Config, Disk, End, EndFile, HugePages, Jail, Net, Source,
+    console::ConsoleReader,
+    kernel_line::{host_makes_huge_pages, kernel_line},
 };
 
 use super::{AgentEndpoint, GuestEnd, LastWords, Launch, Machine, Monitor, Plan, control::Control};
@@ -57,14 +58,6 @@ impl Kvm {
     }
 }
 
-/// Whether the host's kernel makes huge pages of what nobody asked it to.
-const TRANSPARENT_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
-
-fn makes_huge_pages() -> bool {
-    // A kernel without the file has no such pages.
-    fs::read_to_string(TRANSPARENT_HUGE_PAGES).is_ok_and(|text| text.contains("[always]"))
-}
-
 /// The whole configuration of a VM; the numbers of its descriptors are those in this process.
 fn config(launch: &Launch<'_>, control: &OwnedFd, vsock: &OwnedFd) -> Result<Config, DriverError> {
     let path = |path: &Path| Source::Path(path.to_owned());
@@ -97,7 +90,7 @@ fn config(launch: &Launch<'_>, control: &OwnedFd, vsock: &OwnedFd) -> Result<Con
         // A bzImage takes a tenth of a second to unpack itself.
         kernel: path(launch.unpacked_kernel.unwrap_or(launch.kernel)),
         initramfs: Some(path(launch.initramfs)),
-        command_line: kernel_line(launch.memory_bytes, makes_huge_pages()),
+        command_line: kernel_line(launch.memory_bytes, host_makes_huge_pages()),
         disks: vec![disk],
         net: Some(net),
         vsock: Some(vsock),

@@ -1,7 +1,5 @@
 //! One call of a client: who makes it, and in which workspace.
 
-use std::sync::Arc;
-
 use prost::Message;
 use sha2::{Digest as _, Sha256};
 use tonic::{Extensions, Request, metadata::MetadataMap};
@@ -22,6 +20,20 @@ pub struct Call {
     pub caller: Caller,
     metadata: MetadataMap,
     extensions: Extensions,
+}
+
+/// The one workspace that a scope names; empty: it names none.
+fn one_of(scope: Option<WorkspaceSelector>) -> Result<String, ApiError> {
+    match scope.and_then(|scope| scope.selection) {
+        None => Ok(String::new()),
+        Some(Selection::Workspace(name)) if name.is_empty() => {
+            Err(ApiError::invalid("workspace_scope.workspace", "a name is needed"))
+        }
+        Some(Selection::Workspace(name)) => Ok(name),
+        Some(Selection::AllWorkspaces(_)) => {
+            Err(ApiError::invalid("workspace_scope", "this call works in one workspace; name it"))
+        }
+    }
 }
 
 /// Takes the message out of a request.
@@ -50,7 +62,7 @@ impl Call {
         Request::from_parts(self.metadata.clone(), extensions, message)
     }
 
-    /// The same call in another workspace.
+    /// The same call in another workspace; empty: where it is.
     #[must_use]
     pub fn within(self, workspace: &str) -> Self {
         Self { caller: self.caller.in_workspace(workspace), ..self }
@@ -61,16 +73,7 @@ impl Call {
     /// # Errors
     /// `INVALID_ARGUMENT` for all of them, and as [`Caller::workspace`].
     pub fn workspace(&self, scope: Option<WorkspaceSelector>) -> Result<String, ApiError> {
-        match scope.and_then(|scope| scope.selection) {
-            None => self.caller.workspace(""),
-            Some(Selection::Workspace(name)) if name.is_empty() => {
-                Err(ApiError::invalid("workspace_scope.workspace", "a name is needed"))
-            }
-            Some(Selection::Workspace(name)) => self.caller.workspace(&name),
-            Some(Selection::AllWorkspaces(_)) => {
-                Err(ApiError::invalid("workspace_scope", "this call works in one workspace; name it"))
-            }
-        }
+        self.caller.workspace(&one_of(scope)?)
     }
 
     /// The same; it must be there.
@@ -114,36 +117,31 @@ impl Call {
         scope: Option<WorkspaceSelector>,
         name: &str,
     ) -> Result<Named, ApiError> {
+        Ok(self.resolve(service, scope, name).await?.0)
+    }
+
+    /// The sandbox that is named, and its key in the store.
+    async fn resolve(
+        &self,
+        service: &Shared,
+        scope: Option<WorkspaceSelector>,
+        name: &str,
+    ) -> Result<(Named, String), ApiError> {
         if name.is_empty() {
             return Err(ApiError::invalid("name", "the name of a sandbox is needed"));
         }
         let unknown = || Err(StoreError::NotFound(clip(name)).into());
-        let workspace = match scope.and_then(|scope| scope.selection) {
-            None => self.caller.current().to_owned(),
-            Some(Selection::Workspace(named)) if !named.is_empty() => named,
-            Some(Selection::Workspace(_)) => {
-                return Err(ApiError::invalid("workspace_scope.workspace", "a name is needed"));
-            }
-            Some(Selection::AllWorkspaces(_)) => {
-                return Err(ApiError::invalid(
-                    "workspace_scope",
-                    "this call works in one workspace; name it",
-                ));
-            }
-        };
+        let caller = self.caller.clone().in_workspace(&one_of(scope)?);
+        let workspace = caller.current().to_owned();
         // A slash would name another workspace.
         if name.contains('/') || workspace.contains('/') {
             return unknown();
         }
-        if name.parse::<SandboxId>().is_ok() {
-            self.caller.key(name).await?;
-            if service.store.get(name).await?.spec.workspace != workspace {
-                return unknown();
-            }
-            return Ok(Named { workspace, key: name.to_owned() });
+        let key = caller.key(name).await?;
+        if name.parse::<SandboxId>().is_ok() && service.store.get(name).await?.spec.workspace != workspace {
+            return unknown();
         }
-        self.caller.clone().in_workspace(&workspace).key(name).await?;
-        Ok(Named { workspace, key: name.to_owned() })
+        Ok((Named { workspace, key: name.to_owned() }, key))
     }
 
     /// The record of the sandbox that is named.
@@ -155,10 +153,9 @@ impl Call {
         service: &Shared,
         scope: Option<WorkspaceSelector>,
         name: &str,
-    ) -> Result<Arc<Record>, ApiError> {
-        let named = self.sandbox(service, scope, name).await?;
-        let key = self.caller.clone().in_workspace(&named.workspace).key(&named.key).await?;
-        Ok(Arc::new(service.store.get(&key).await?))
+    ) -> Result<Record, ApiError> {
+        let (_, key) = self.resolve(service, scope, name).await?;
+        Ok(service.store.get(&key).await?)
     }
 
     /// The key under which the answer to a request is kept for a retry. `asked`: the message without its request id.
@@ -171,6 +168,9 @@ impl Call {
         verb: &'static str,
         asked: &impl Message,
     ) -> Result<Option<RequestKey>, ApiError> {
+        if id.is_empty() {
+            return Ok(None);
+        }
         let workspace = self.caller.current();
         let asked = format!("{workspace} {:x}", Sha256::digest(asked.encode_to_vec()));
         request_key(Some(id), verb, &asked)

@@ -1,6 +1,6 @@
 //! How a sandbox of ours looks to clients of `openshell.v1`.
 
-use std::{collections::BTreeMap, time::SystemTime};
+use std::collections::BTreeMap;
 
 use prost::Message as _;
 use prost_types::Timestamp;
@@ -43,19 +43,14 @@ pub fn phase(phase: v1::Phase) -> os::SandboxPhase {
     }
 }
 
-/// A point in time.
-pub fn time(at: SystemTime) -> Option<Timestamp> {
-    Some(at.into())
-}
-
 /// A whole sandbox.
 pub fn sandbox(from: v1::Sandbox, extras: Extras) -> os::Sandbox {
-    let status = from.status.clone().unwrap_or_default();
-    let spec = from.spec.clone().unwrap_or_default();
+    let status = from.status.unwrap_or_default();
+    let spec = from.spec.unwrap_or_default();
     let rest = extras.rest.unwrap_or_default();
     let metadata = ObjectMeta {
         id: from.id.clone(),
-        name: from.name.clone(),
+        name: from.name,
         created_time: from.created,
         labels: ordered(from.labels),
         resource_version: from.version,

@@ -205,7 +205,7 @@ pub async fn forward_tcp(
         Some(tcp_forward_frame::Payload::Init(init)) => init,
         _ => return Err(ApiError::invalid("init", "the first message must say where to connect to").into()),
     };
-    let call = if init.workspace.is_empty() { call } else { call.within(&init.workspace) };
+    let call = call.within(&init.workspace);
     let record = call.record(&api.service, None, &init.sandbox).await?;
     let end = api.ssh.check(&record.id, &init.authorization_token)?;
     let port = port(api, &record.id, &init).await?;

@@ -6,13 +6,13 @@ use torpor_proto::openshell::v1 as os;
 use super::{OpenShellApi, call::Call};
 use crate::service::Service;
 
-fn health(writable: bool) -> os::ServiceStatus {
-    // A database that can't be written is the one thing without which nothing works.
-    if writable { os::ServiceStatus::Healthy } else { os::ServiceStatus::Unhealthy }
-}
-
 async fn status(service: &Service) -> i32 {
-    health(service.store.ping().await.is_ok()).into()
+    // A database that can't be written is the one thing without which nothing works.
+    match service.store.ping().await {
+        Ok(()) => os::ServiceStatus::Healthy,
+        Err(_) => os::ServiceStatus::Unhealthy,
+    }
+    .into()
 }
 
 pub async fn health_of(api: &OpenShellApi) -> os::HealthResponse {

@@ -94,12 +94,15 @@ impl Lines {
     /// The lines that are whole now. A piece is of the stream that its first line is of.
     pub fn push(&mut self, piece: &v1::LogChunk) -> Vec<os::SandboxLogLine> {
         (self.time, self.stderr) = (piece.time, piece.stderr);
+        let begin = self.rest.len();
         self.rest.extend_from_slice(&piece.data);
-        let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') else {
+        // What was left over ends no line.
+        let Some(end) = piece.data.iter().rposition(|byte| *byte == b'\n') else {
             // A line without an end is cut, so that nobody makes the gateway hold it all.
             let whole = if self.rest.len() > LARGEST { std::mem::take(&mut self.rest) } else { Vec::new() };
             return self.lines(&whole);
         };
+        let end = begin + end;
         let rest = self.rest.split_off(end + 1);
         let whole = std::mem::replace(&mut self.rest, rest);
         self.lines(&whole[..end])

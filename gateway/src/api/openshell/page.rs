@@ -9,6 +9,11 @@ use crate::{
 /// What begins a token of ours.
 const PREFIX: &str = "f1.";
 
+/// A page token that this gateway has not given.
+pub fn not_ours(token: &str) -> StoreError {
+    StoreError::BadToken(format!("'{}' is not a page token of ours", token.escape_debug()))
+}
+
 /// The size of a page, and after which object it begins.
 ///
 /// # Errors
@@ -18,7 +23,7 @@ pub fn asked(size: i32, token: &str) -> Result<(usize, Option<[String; 3]>), Api
     if token.is_empty() {
         return Ok((size, None));
     }
-    let wrong = || StoreError::BadToken(format!("'{}' is not a page token of ours", token.escape_debug()));
+    let wrong = || not_ours(token);
     let parts: Vec<String> =
         token.strip_prefix(PREFIX).ok_or_else(wrong)?.split('/').map(str::to_owned).collect();
     Ok((size, Some(parts.try_into().map_err(|_| wrong())?)))

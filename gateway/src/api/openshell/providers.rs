@@ -18,10 +18,10 @@ use torpor_sandbox::{
 use super::{
     OpenShellApi,
     call::{Call, Named},
-    convert::time,
     page,
 };
 use crate::{
+    api::convert::time,
     error::ApiError,
     store::{Kind, Listing, NewObject, Object, Problem, Record, RequestKey, Selector, StoreError},
 };
@@ -270,14 +270,7 @@ pub async fn attached(
     })
 }
 
-/// What an attachment or its end came to.
-struct Done {
-    changed: bool,
-    receipt: os::ProviderMutationReceipt,
-    sandbox: os::Sandbox,
-}
-
-/// Attaches a provider or takes it back.
+/// Attaches a provider or takes it back; `attached` says whether that changed anything.
 async fn turn(
     api: &OpenShellApi,
     call: Call,
@@ -286,7 +279,7 @@ async fn turn(
     provider: String,
     expected: u64,
     kind: ProviderMutationKind,
-) -> Result<Done, Status> {
+) -> Result<os::AttachSandboxProviderResponse, Status> {
     let workspace = record.spec.workspace.clone();
     let (id, name) = (record.id.clone(), unqualified(&record.name).1.to_owned());
     let done = api.service.store.foreign_once(key, move |tables| {
@@ -319,11 +312,7 @@ async fn turn(
     let done: os::AttachSandboxProviderResponse = read(&done.await?)?;
     let named = Named { workspace: record.spec.workspace.clone(), key: record.id.to_string() };
     let sandbox = api.present(&call, &named).await?;
-    Ok(Done {
-        changed: done.attached,
-        receipt: done.receipt.unwrap_or_default(),
-        sandbox: api.show(sandbox).await?,
-    })
+    Ok(os::AttachSandboxProviderResponse { sandbox: Some(api.show(sandbox).await?), ..done })
 }
 
 pub async fn attach(
@@ -335,13 +324,7 @@ pub async fn attach(
     let key = call.once(request_id, "openshell attach", &message)?;
     let record = call.record(&api.service, message.workspace_scope, &message.sandbox).await?;
     let (expected, kind) = (message.expected_resource_version, ProviderMutationKind::Attach);
-    let Done { changed, receipt, sandbox } =
-        turn(api, call, key, &record, message.provider, expected, kind).await?;
-    Ok(os::AttachSandboxProviderResponse {
-        sandbox: Some(sandbox),
-        attached: changed,
-        receipt: Some(receipt),
-    })
+    turn(api, call, key, &record, message.provider, expected, kind).await
 }
 
 pub async fn detach(
@@ -353,13 +336,9 @@ pub async fn detach(
     let key = call.once(request_id, "openshell detach", &message)?;
     let record = call.record(&api.service, message.workspace_scope, &message.sandbox).await?;
     let (expected, kind) = (message.expected_resource_version, ProviderMutationKind::Detach);
-    let Done { changed, receipt, sandbox } =
+    let os::AttachSandboxProviderResponse { sandbox, attached: detached, receipt } =
         turn(api, call, key, &record, message.provider, expected, kind).await?;
-    Ok(os::DetachSandboxProviderResponse {
-        sandbox: Some(sandbox),
-        detached: changed,
-        receipt: Some(receipt),
-    })
+    Ok(os::DetachSandboxProviderResponse { sandbox, detached, receipt })
 }
 
 #[cfg(test)]

@@ -13,8 +13,9 @@ use torpor_proto::{
 };
 use torpor_sandbox::{SandboxId, spec::unqualified};
 
-use super::{OpenShellApi, call::Call, convert::time, page};
+use super::{OpenShellApi, call::Call, page};
 use crate::{
+    api::convert::time,
     error::ApiError,
     expose::{ExposedView, port_of},
     store::{Foreign, Kind, Listing, NewObject, Object, Problem, Record, StoreError},
@@ -232,7 +233,7 @@ pub async fn list(
     let (size, after) = page::asked(message.page_size, &message.page_token)?;
     let sandbox = match message.sandbox.as_str() {
         "" => None,
-        name => Some(call.record(&api.service, message.workspace_scope.clone(), name).await?.id.clone()),
+        name => Some(call.record(&api.service, message.workspace_scope.clone(), name).await?.id),
     };
     let selector = match sandbox {
         Some(_) => Default::default(),
@@ -243,11 +244,18 @@ pub async fn list(
     let (objects, more) = api.service.store.foreign(move |tables| tables.list(&listing)).await?;
     let next_page_token = page::next(&objects, more);
     let mut services = Vec::with_capacity(objects.len());
+    // They are in the order of their sandboxes: each of those is looked up once.
+    let mut of: Option<(Record, BTreeMap<u32, ExposedView>)> = None;
     for object in objects {
         let id = object.sandbox.clone().unwrap_or_default();
-        // One that is deleted at this moment has no services any more.
-        let Ok(record) = api.service.store.get(&id).await else { continue };
-        services.push(show(api, &record, object).await?);
+        if of.as_ref().is_none_or(|(record, _)| record.id.as_str() != id) {
+            // One that is deleted at this moment has no services any more.
+            let Ok(record) = api.service.store.get(&id).await else { continue };
+            of = Some((record, hosts(api, &id).await?));
+        }
+        if let Some((record, hosts)) = &of {
+            services.push(shown(object, unqualified(&record.name).1, hosts));
+        }
     }
     Ok(os::ListServicesResponse { services, next_page_token })
 }

@@ -11,9 +11,10 @@ use tonic::Status;
 use torpor_proto::openshell::v1::{self as os, DeletionOutcome};
 use torpor_sandbox::SandboxId;
 
-use super::{OpenShellApi, call::Call, convert::time};
+use super::{OpenShellApi, call::Call};
 use crate::{
     access::{hash_of, new_secret},
+    api::convert::time,
     error::{ApiError, Code},
 };
 

@@ -13,7 +13,7 @@ use torpor_proto::{
     v1::{self, templates_server::Templates as _},
 };
 
-use super::{OpenShellApi, call::Call, sandboxes, wish};
+use super::{OpenShellApi, call::Call, page, sandboxes, wish};
 use crate::{
     api::sandboxes::page_size,
     error::ApiError,
@@ -219,13 +219,10 @@ pub async fn list(
 ) -> Result<os::ListSandboxTemplatesResponse, Status> {
     let (scope, workspace, all) = call.scope(&api.service, message.workspace_scope).await?;
     let mut left = page_size(message.page_size)?;
-    let wrong = || {
-        StoreError::BadToken(format!("'{}' is not a page token of ours", message.page_token.escape_debug()))
-    };
     let (mut begin, mut inner) = (String::new(), String::new());
     if !message.page_token.is_empty() {
         let token = message.page_token.strip_prefix(PREFIX).and_then(|token| token.split_once('/'));
-        let (workspace, token) = token.ok_or_else(wrong)?;
+        let (workspace, token) = token.ok_or_else(|| page::not_ours(&message.page_token))?;
         (begin, inner) = (workspace.to_owned(), token.to_owned());
     }
     let mut workspaces = if all { names(api, scope).await? } else { vec![workspace] };

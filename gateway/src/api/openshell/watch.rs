@@ -10,12 +10,10 @@ use torpor_proto::{
     openshell::v1::{self as os, sandbox_stream_event::Payload},
     v1::{self, logs_request::Source, sandbox_event::Kind, sandboxes_server::Sandboxes as _},
 };
+use torpor_sandbox::SandboxId;
 
 use super::{Events, OpenShellApi, call::Call, logs};
-use crate::{
-    error::ApiError,
-    store::{Record, StoreError},
-};
+use crate::{error::ApiError, store::StoreError};
 
 /// Events that wait for a slow reader.
 const BUFFER: usize = 64;
@@ -52,7 +50,7 @@ impl Cursor {
 struct Watcher {
     api: OpenShellApi,
     call: Call,
-    record: std::sync::Arc<Record>,
+    sandbox: SandboxId,
     wanted: os::WatchSandboxRequest,
     source: Option<Source>,
     cursor: Cursor,
@@ -84,7 +82,8 @@ pub async fn watch(
     let changes = api.sandboxes().watch(call.ask(call.caller.current(), request)).await?.into_inner();
     let (out, events) = mpsc::channel(BUFFER);
     let source = sources.sandbox.filter(|_| message.follow_logs);
-    let mut watcher = Watcher { api: api.clone(), call, record, wanted: message, source, cursor, out };
+    let mut watcher =
+        Watcher { api: api.clone(), call, sandbox: record.id, wanted: message, source, cursor, out };
     tokio::spawn(async move {
         // Ends when the reader does, the sandbox does, or all was said that was asked for.
         let _ = watcher.run(changes).await;
@@ -142,13 +141,13 @@ impl Watcher {
     }
 
     fn lines(&self) -> logs::Lines {
-        logs::Lines::new(self.record.id.as_str(), self.source.unwrap_or_default())
+        logs::Lines::new(self.sandbox.as_str(), self.source.unwrap_or_default())
     }
 
     /// What the sandbox writes, when that is wanted and there is something.
     async fn open(&self, tail: u32) -> Result<Option<Pieces>, Over> {
         let Some(source) = self.source else { return Ok(None) };
-        let opened = logs::pieces(&self.api, &self.call, self.record.id.as_str(), source, tail, true).await;
+        let opened = logs::pieces(&self.api, &self.call, self.sandbox.as_str(), source, tail, true).await;
         match opened {
             Ok(pieces) => Ok(Some(pieces)),
             Err(status) => {
@@ -171,7 +170,8 @@ impl Watcher {
             self.show(sandbox).await?;
             return Err(Over);
         }
-        if self.wanted.follow_events {
+        // Every change of phase is one of the version; the steps of a start are none.
+        if self.wanted.follow_events && self.cursor.version > before {
             self.events(before).await?;
         }
         let phase = sandbox.status.as_ref().map(v1::SandboxStatus::phase).unwrap_or_default();
@@ -191,7 +191,7 @@ impl Watcher {
     /// The phase changes that the reader hasn't heard of; of those before it came, as many as it asked for.
     async fn events(&self, before: u64) -> Result<(), Over> {
         // A sandbox that went away in between has no history.
-        let Ok(all) = logs::transitions(&self.api, &self.call, self.record.id.as_str()).await else {
+        let Ok(all) = logs::transitions(&self.api, &self.call, self.sandbox.as_str()).await else {
             return Ok(());
         };
         let tail = if before == 0 { self.wanted.event_tail as usize } else { usize::MAX };
