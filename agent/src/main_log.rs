@@ -1,4 +1,4 @@
-//! The main command: its last output and its end, for every connection that comes to ask.
+//! The main command: its input, its last output and its end, for every connection that comes to ask.
 
 use std::{
     collections::VecDeque,
@@ -11,10 +11,11 @@ use tokio::{
     sync::{mpsc, watch},
     time::sleep,
 };
-use tonic::Status;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
 use torpor_proto::agent::v1::{
-    Event, ExecOutput, ExecStart, KeepAlive, MainCommand, MainExit, MainOutput, event, exec_error,
-    exec_output::Kind,
+    Event, ExecInput, ExecOutput, ExecStart, KeepAlive, MainCommand, MainExit, MainOutput, event, exec_error,
+    exec_input, exec_output::Kind,
 };
 
 use crate::{agent::Agent, exec};
@@ -23,16 +24,22 @@ use crate::{agent::Agent, exec};
 const KEPT: usize = 256 * 1024;
 /// A connection that is quiet is given a sign of life this often.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// Messages that wait for a command which doesn't read its input.
+const WAITING: usize = 4;
 
-/// Output and end of the main command.
+type Inputs = mpsc::Sender<Result<ExecInput, Status>>;
+
+/// Input, output and end of the main command.
 pub struct MainLog {
     ring: Mutex<Ring>,
     changed: watch::Sender<()>,
+    /// Kept here, so that a client that leaves doesn't end the command's input.
+    input: Mutex<Option<Inputs>>,
 }
 
 impl Default for MainLog {
     fn default() -> Self {
-        Self { ring: Mutex::default(), changed: watch::Sender::new(()) }
+        Self { ring: Mutex::default(), changed: watch::Sender::new(()), input: Mutex::default() }
     }
 }
 
@@ -81,7 +88,12 @@ impl MainLog {
         self.changed.send_replace(());
     }
 
+    fn input(&self) -> MutexGuard<'_, Option<Inputs>> {
+        self.input.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn end(&self, code: i32, signal: i32) {
+        self.input().take();
         self.ring().exit = Some(MainExit { code, signal, time: Some(SystemTime::now().into()) });
         self.changed.send_replace(());
     }
@@ -93,9 +105,18 @@ impl MainLog {
 
 /// Runs the main command in the background.
 pub fn start(agent: &Arc<Agent>, main: MainCommand) {
-    let start = ExecStart { argv: main.argv, workdir: main.workdir, user: main.user, ..ExecStart::default() };
+    let start = ExecStart {
+        argv: main.argv,
+        workdir: main.workdir,
+        user: main.user,
+        stdin: main.stdin,
+        tty: main.tty,
+        ..ExecStart::default()
+    };
     let (sink, mut output) = mpsc::channel(4);
-    tokio::spawn(exec::run(agent.clone(), start, None, sink));
+    let (input, inbound) = mpsc::channel(WAITING);
+    *agent.main.input() = Some(input);
+    tokio::spawn(exec::run(agent.clone(), start, Box::pin(ReceiverStream::new(inbound)), sink));
     let agent = agent.clone();
     tokio::spawn(async move {
         while let Some(Ok(ExecOutput { kind })) = output.recv().await {
@@ -114,6 +135,33 @@ pub fn start(agent: &Arc<Agent>, main: MainCommand) {
             }
         }
     });
+}
+
+/// Hands one connection's input to the main command, until either ends. Several may do so at once.
+///
+/// # Errors
+/// There is no main command, or it has ended.
+pub async fn feed(agent: &Agent, mut inbound: Streaming<ExecInput>) -> Result<(), Status> {
+    let input = agent.main.input().clone();
+    let input = input.ok_or_else(|| Status::failed_precondition("there is no main command that runs"))?;
+    loop {
+        let message = tokio::select! {
+            message = inbound.message() => message?,
+            () = input.closed() => return Ok(()),
+        };
+        match message {
+            // The command has begun already.
+            Some(ExecInput { kind: Some(exec_input::Kind::Start(_)) }) => {
+                return Err(Status::invalid_argument("the main command can't be started by its input"));
+            }
+            Some(message) => {
+                if input.send(Ok(message)).await.is_err() {
+                    return Ok(());
+                }
+            }
+            None => return Ok(()),
+        }
+    }
 }
 
 /// Sends what there is and then what comes, until the reader leaves.

@@ -6,11 +6,11 @@ use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::agent::v1::{
-    ConfigureRequest, ConfigureResponse, DownloadOutput, DownloadRequest, Event, EventsRequest, ExecInput,
-    ExecOutput, FileResult, ForwardInput, ForwardOutput, ListFilesRequest, ListFilesResult,
-    MakeDirectoryRequest, RemoveFileRequest, ShutdownRequest, ShutdownResponse, StatFileRequest,
-    StatusRequest, StatusResponse, UploadInput, UploadResult, agent_server, exec_input, forward_input,
-    upload_input,
+    AttachResponse, ConfigureRequest, ConfigureResponse, DownloadOutput, DownloadRequest, Event,
+    EventsRequest, ExecInput, ExecOutput, FileResult, ForwardInput, ForwardOutput, ListFilesRequest,
+    ListFilesResult, MakeDirectoryRequest, RemoveFileRequest, ShutdownRequest, ShutdownResponse,
+    StatFileRequest, StatusRequest, StatusResponse, UploadInput, UploadResult, agent_server, exec_input,
+    forward_input, upload_input,
 };
 
 use crate::{
@@ -117,8 +117,16 @@ impl agent_server::Agent for Service {
         };
         let (sink, output) = mpsc::channel(WAITING);
         // On its own: the command outlives the connection.
-        tokio::spawn(exec::run(agent, start, Some(inbound), sink));
+        tokio::spawn(exec::run(agent, start, Box::pin(inbound), sink));
         Ok(Response::new(ReceiverStream::new(output)))
+    }
+
+    async fn attach(
+        &self,
+        request: Request<Streaming<ExecInput>>,
+    ) -> Result<Response<AttachResponse>, Status> {
+        main_log::feed(self.ready()?, request.into_inner()).await?;
+        Ok(Response::new(AttachResponse {}))
     }
 
     async fn forward(

@@ -5,16 +5,17 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Agent, Exec, LIMIT, configure, eventually, lives, run, sh};
+use common::{Agent, Client, Exec, LIMIT, configure, eventually, lives, run, sh};
 use tokio::time::timeout;
 use tonic::Code;
 use torpor_proto::agent::v1::{
-    EventsRequest, MainCommand, ShutdownRequest, StatusRequest, event, exec_output,
+    EventsRequest, ExecInput, MainCommand, ShutdownRequest, StatusRequest, StdinClose, WindowSize, event,
+    exec_input, exec_output,
 };
 
 fn main_command(script: &str) -> Option<MainCommand> {
     let argv = ["sh", "-c", script].map(str::to_owned).to_vec();
-    Some(MainCommand { argv, workdir: "/".into(), user: String::new() })
+    Some(MainCommand { argv, workdir: "/".into(), ..MainCommand::default() })
 }
 
 /// Main output up to its exit: stdout, stderr, code.
@@ -104,6 +105,46 @@ async fn the_main_command_starts_once_and_its_story_is_told_to_everybody() {
     let status = client.status(StatusRequest {}).await.unwrap().into_inner();
     assert_eq!(status.main_exit.unwrap().code, 3);
     assert!(status.main_started.is_some());
+}
+
+/// Hands the main command one line, and leaves.
+async fn say(client: &mut Client, kinds: Vec<exec_input::Kind>) -> Result<(), tonic::Status> {
+    let inputs: Vec<_> = kinds.into_iter().map(|kind| ExecInput { kind: Some(kind) }).collect();
+    client.attach(tokio_stream::iter(inputs)).await.map(drop)
+}
+
+#[tokio::test]
+async fn the_input_of_a_main_command_stays_open_until_somebody_closes_it() {
+    use exec_input::Kind;
+    let agent = Agent::start().await;
+    let mut client = agent.dial().await;
+    let script = "while read line; do echo got $line; done; echo over; exit 4";
+    let main = main_command(script).map(|main| MainCommand { stdin: true, ..main });
+    configure(&mut client, 1, main).await.unwrap();
+    say(&mut client, vec![Kind::Stdin("one\n".into())]).await.unwrap();
+    drop(client);
+    let mut client = agent.dial().await;
+    configure(&mut client, 1, None).await.unwrap();
+    say(&mut client, vec![Kind::Stdin("two\n".into())]).await.unwrap();
+    say(&mut client, vec![Kind::StdinClose(StdinClose {})]).await.unwrap();
+    assert_eq!(main_until_exit(&mut client).await, ("got one\ngot two\nover\n".into(), String::new(), 4));
+    let late = say(&mut client, vec![Kind::Stdin("late\n".into())]).await.unwrap_err();
+    assert_eq!(late.code(), Code::FailedPrecondition);
+}
+
+#[tokio::test]
+async fn a_main_command_with_a_terminal_is_told_its_size_and_its_keys() {
+    use exec_input::Kind;
+    let agent = Agent::start().await;
+    let mut client = agent.dial().await;
+    let script = "test -t 0 && test -t 1 && read line; stty size; echo got $line; exit 6";
+    let main = main_command(script).map(|main| MainCommand { stdin: true, tty: true, ..main });
+    configure(&mut client, 1, main).await.unwrap();
+    let kinds = vec![Kind::Resize(WindowSize { cols: 99, rows: 33 }), Kind::Stdin("hello\n".into())];
+    say(&mut client, kinds).await.unwrap();
+    let (out, err, code) = main_until_exit(&mut client).await;
+    assert!(out.ends_with("33 99\r\ngot hello\r\n"), "{out:?}");
+    assert_eq!((err.as_str(), code), ("", 6));
 }
 
 #[tokio::test]

@@ -179,9 +179,15 @@ impl From<StoreError> for ApiError {
             StoreError::Deleting(name) => Self::new(Code::FailedPrecondition, "DELETING", message)
                 .with("sandbox", name)
                 .with("phase", Phase::Deleting.as_str()),
-            StoreError::HostTaken { name, .. } => Self::new(Code::AlreadyExists, "HOST_PORT_TAKEN", message)
-                .with("sandbox", &name)
-                .with("next", format!("torpor expose list {name}; or another --host")),
+            StoreError::HostTaken { holder, .. } => {
+                let error = Self::new(Code::AlreadyExists, "HOST_PORT_TAKEN", message);
+                match holder {
+                    Some((name, _)) => error
+                        .with("sandbox", &name)
+                        .with("next", format!("torpor expose list {name}; or another --host")),
+                    None => error.with("next", "another --host"),
+                }
+            }
             StoreError::TooManyPorts { name, .. } => {
                 Self::new(Code::ResourceExhausted, "TOO_MANY_PORTS", message)
                     .with("next", format!("torpor expose remove {name} PORT"))

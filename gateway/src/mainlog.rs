@@ -16,7 +16,7 @@ use std::{
 use bytes::Bytes;
 use tokio::sync::{broadcast::error::RecvError, watch};
 use torpor_proto::agent::v1::{EventsRequest, MainOutput, StatusRequest, agent_client::AgentClient, event};
-use torpor_sandbox::{Phase, SandboxId, words};
+use torpor_sandbox::{Phase, Run, SandboxId, words};
 
 use crate::service::Service;
 
@@ -26,15 +26,27 @@ const LARGEST: u64 = 1 << 20;
 const AGAIN: Duration = Duration::from_secs(1);
 const LONG_AGAIN: Duration = Duration::from_secs(15);
 
-/// Whether the main command runs, as far as the gateway hears it.
+/// Whether the main command runs, as far as the gateway hears it, and in which run of its sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Live {
     /// Nobody listens to the sandbox yet.
     Unheard,
     /// Its output comes.
-    Running,
+    Running(Run),
     /// It has ended, or the sandbox has.
-    Ended,
+    Ended(Run),
+}
+
+impl Live {
+    /// Whether something is known of this run or a later one.
+    pub fn heard(self, run: Run) -> bool {
+        matches!(self, Self::Running(of) | Self::Ended(of) if of >= run)
+    }
+
+    /// Whether nothing more comes of this run.
+    pub fn ended(self, run: Run) -> bool {
+        matches!(self, Self::Ended(of) if of >= run) || matches!(self, Self::Running(of) if of > run)
+    }
 }
 
 /// One piece of output.
@@ -148,8 +160,6 @@ impl Log {
         state.size += piece.len() as u64;
         state.boot = boot.to_owned();
         state.number = output.number;
-        drop(state);
-        self.tell(Live::Running);
         Ok(())
     }
 
@@ -325,11 +335,12 @@ impl Service {
         // The one that is read now: once the sandbox is gone there would be another, and its readers would wait for ever.
         let log = self.main_logs.of(&id);
         tokio::spawn(async move {
+            let mut run = Run::default();
             tokio::select! {
-                () = service.keep(&id, &log) => {}
+                () = service.keep(&id, &log, &mut run) => {}
                 () = service.end.cancelled() => {}
             }
-            log.tell(Live::Ended);
+            log.tell(Live::Ended(run));
             service.main_logs.end(&id);
             // It may have become Ready between the last look and the end of this.
             if service.is_ready(&id).await && !service.end.is_cancelled() {
@@ -343,16 +354,17 @@ impl Service {
     }
 
     /// Keeps what comes until the sandbox is not Ready any more.
-    async fn keep(&self, id: &SandboxId, log: &Arc<Log>) {
+    async fn keep(&self, id: &SandboxId, log: &Arc<Log>, run: &mut Run) {
         let mut pause = AGAIN;
         while let Ok(record) = self.store.get(id.as_str()).await {
             if record.state.phase != Phase::Ready {
                 return;
             }
+            *run = record.state.run;
             if let Some(driver) = self.drivers.get(&record.spec.driver)
                 && let Ok(channel) = driver.agent(id).await
             {
-                let heard = keep_stream(id, log, AgentClient::new(channel)).await;
+                let heard = keep_stream(id, *run, log, AgentClient::new(channel)).await;
                 pause = if heard { AGAIN } else { pause };
             }
             tokio::time::sleep(pause).await;
@@ -364,6 +376,7 @@ impl Service {
 /// One stream of output, to its end. True when there was one.
 async fn keep_stream(
     id: &SandboxId,
+    run: Run,
     log: &Arc<Log>,
     mut agent: AgentClient<tonic::transport::Channel>,
 ) -> bool {
@@ -372,19 +385,20 @@ async fn keep_stream(
     let boot = words::boot_id(&status.into_inner().boot_id).unwrap_or("-").to_owned();
     let Ok(events) = agent.events(EventsRequest {}).await else { return false };
     let mut events = events.into_inner();
-    log.tell(Live::Running);
+    log.tell(Live::Running(run));
     while let Ok(Some(event)) = events.message().await {
         match event.kind {
             Some(event::Kind::MainOutput(output)) => {
-                let (log, boot) = (log.clone(), boot.clone());
-                let kept = tokio::task::spawn_blocking(move || log.append(&boot, &output)).await;
+                let (to, boot) = (log.clone(), boot.clone());
+                let kept = tokio::task::spawn_blocking(move || to.append(&boot, &output)).await;
+                log.tell(Live::Running(run));
                 if let Ok(Err(error)) = kept {
                     tracing::warn!(%id, %error, "output of a main command can't be kept");
                     // A disk that is full is not asked for every line.
                     tokio::time::sleep(AGAIN).await;
                 }
             }
-            Some(event::Kind::MainExit(_)) => log.tell(Live::Ended),
+            Some(event::Kind::MainExit(_)) => log.tell(Live::Ended(run)),
             Some(event::Kind::KeepAlive(_)) | None => {}
         }
     }

@@ -95,6 +95,10 @@ pub struct Wish {
     pub workdir: Option<String>,
     /// Its user.
     pub user: Option<String>,
+    /// It has an input.
+    pub stdin: bool,
+    /// It has a terminal.
+    pub tty: bool,
     /// Virtual CPUs.
     pub cpus: Option<u32>,
     /// Bytes.
@@ -349,6 +353,8 @@ impl Service {
             environment: wish.environment,
             workdir: wish.workdir.filter(|w| !w.is_empty()),
             user: wish.user.filter(|u| !u.is_empty()),
+            stdin: wish.stdin,
+            tty: wish.tty,
             resources: Resources {
                 cpus: wish.cpus.unwrap_or(self.defaults.cpus),
                 memory_bytes: wish.memory_bytes.unwrap_or(self.defaults.memory_bytes),

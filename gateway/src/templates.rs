@@ -37,6 +37,10 @@ pub struct TemplateSpec {
     pub workdir: Option<String>,
     /// Its user.
     pub user: Option<String>,
+    /// It has an input.
+    pub stdin: bool,
+    /// It has a terminal.
+    pub tty: bool,
     /// Virtual CPUs.
     pub cpus: Option<u32>,
     /// Bytes.
@@ -90,6 +94,8 @@ impl TemplateSpec {
         merge(&mut wish.environment, self.environment);
         or(&mut wish.workdir, self.workdir);
         or(&mut wish.user, self.user);
+        wish.stdin |= self.stdin;
+        wish.tty |= self.tty;
         or(&mut wish.cpus, self.cpus);
         or(&mut wish.memory_bytes, self.memory_bytes);
         or(&mut wish.disk_bytes, self.disk_bytes);
@@ -117,6 +123,8 @@ impl TemplateSpec {
             environment: this.environment,
             workdir: this.workdir,
             user: this.user,
+            stdin: this.stdin,
+            tty: this.tty,
             resources: Resources {
                 cpus: this.cpus.unwrap_or(defaults.cpus),
                 memory_bytes: this.memory_bytes.unwrap_or(defaults.memory_bytes),

@@ -18,7 +18,7 @@ use tonic::{
 use torpor_gateway::config::{Anonymous, OidcConfig, TcpConfig};
 use torpor_proto::v1::{
     self, access_client::AccessClient, gateway_client::GatewayClient, sandboxes_client::SandboxesClient,
-    workspaces_client::WorkspacesClient,
+    templates_client::TemplatesClient, workspaces_client::WorkspacesClient,
 };
 use torpor_sandbox::sim::Script;
 
@@ -261,6 +261,53 @@ async fn names_are_unique_in_a_workspace_and_nobody_looks_into_another_s() {
     // Its tokens went with it.
     let status = viewer.list(v1::ListSandboxesRequest::default()).await.unwrap_err();
     assert_eq!(status.code(), Code::Unauthenticated, "{status:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn viewers_see_the_names_of_variables_and_only_editors_their_values() {
+    let world = World::new(Script::default()).await;
+    let admin = world.channel().await;
+    workspace(&admin, "team").await;
+    let environment = [("API_KEY".to_owned(), "s3cret-value".to_owned())];
+    let spec = v1::SandboxSpec { environment: environment.clone().into(), ..Default::default() };
+    let request = v1::CreateTemplateRequest {
+        name: "team/base".into(),
+        spec: Some(spec.clone()),
+        ..Default::default()
+    };
+    TemplatesClient::new(admin.clone()).create(request).await.unwrap();
+    let request = v1::CreateSandboxRequest { name: "team/box".into(), spec: Some(spec), ..Default::default() };
+    SandboxesClient::new(admin.clone()).create(request).await.unwrap();
+    let within = v1::CreateTokenRequest { sandbox: "team/box".into(), ..Default::default() };
+    for (secret, seen) in [
+        (role(&admin, "team", v1::Role::Viewer).await, "REDACTED"),
+        (role(&admin, "team", v1::Role::Editor).await, "s3cret-value"),
+        (token(&admin, within).await.secret, "s3cret-value"),
+    ] {
+        let as_them = |mut request: Request<()>| {
+            request.metadata_mut().insert("authorization", format!("Bearer {secret}").parse().unwrap());
+            Ok(request)
+        };
+        let mut client = SandboxesClient::with_interceptor(admin.clone(), as_them);
+        let mut shown = vec![
+            client.get(v1::GetSandboxRequest { sandbox: "box".into() }).await.unwrap().into_inner().spec.unwrap(),
+        ];
+        if let Ok(listed) = client.list(v1::ListSandboxesRequest::default()).await {
+            shown.push(listed.into_inner().sandboxes.remove(0).spec.unwrap());
+            let watch = v1::WatchSandboxesRequest::default();
+            let mut events = client.watch(watch).await.unwrap().into_inner();
+            let event = events.message().await.unwrap().unwrap();
+            shown.push(event.sandbox.unwrap().spec.unwrap());
+            let mut client = TemplatesClient::with_interceptor(admin.clone(), as_them);
+            let get = v1::GetTemplateRequest { template: "base".into() };
+            shown.push(client.get(get).await.unwrap().into_inner().spec.unwrap());
+            let listed = client.list(v1::ListTemplatesRequest::default()).await.unwrap().into_inner();
+            shown.push(listed.templates[0].spec.clone().unwrap());
+        }
+        for spec in shown {
+            assert_eq!(spec.environment, [("API_KEY".to_owned(), seen.to_owned())].into());
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

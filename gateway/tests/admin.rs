@@ -139,6 +139,8 @@ fn spec(name: &str) -> SandboxSpec {
         environment: BTreeMap::new(),
         workdir: None,
         user: None,
+        stdin: false,
+        tty: false,
         resources: Resources { cpus: 1, memory_bytes: 1 << 29, disk_bytes: 1 << 30 },
         restart: RestartPolicy::Never,
         stop_grace: Duration::from_secs(1),

@@ -44,6 +44,12 @@ pub struct SandboxSpec {
     /// Who runs the main command; root when none.
     #[serde(default)]
     pub user: Option<String>,
+    /// The main command has an input that clients can attach to.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stdin: bool,
+    /// The main command has a terminal.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tty: bool,
     /// CPUs, memory, disk.
     pub resources: Resources,
     /// What happens when the main command ends.
@@ -307,6 +313,10 @@ impl SandboxSpec {
     }
 
     fn validate_command(&self) -> Result<(), InvalidSpec> {
+        if self.command.is_empty() && (self.stdin || self.tty) {
+            let field = if self.stdin { "stdin" } else { "tty" };
+            return wrong(field, "it is the main command's, and there is none");
+        }
         if self.command.first().is_some_and(String::is_empty) {
             return wrong("command", "the program's name is empty");
         }
@@ -472,6 +482,8 @@ pub(crate) mod tests {
             environment: BTreeMap::new(),
             workdir: None,
             user: None,
+            stdin: false,
+            tty: false,
             resources: Resources { cpus: 1, memory_bytes: 256 << 20, disk_bytes: 1 << 30 },
             restart: RestartPolicy::Never,
             stop_grace: Duration::from_secs(10),

@@ -37,6 +37,8 @@ impl Harness for Sim {
             environment: Default::default(),
             workdir: None,
             user: None,
+            stdin: false,
+            tty: false,
             resources: Resources { cpus: 1, memory_bytes: 128 << 20, disk_bytes: 1 << 30 },
             restart: RestartPolicy::Never,
             stop_grace: Duration::from_secs(1),

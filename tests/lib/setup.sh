@@ -70,9 +70,17 @@ build() {
 guest_kernel() {
   [ -e "$1/complete" ] && return
   say "fetching a guest kernel"
-  local package
-  package=$(apt-cache depends linux-image-cloud-amd64 | awk '/Depends:/ {print $2; exit}')
-  rm -rf "$1" && mkdir -p "$1"
-  (cd "$1" && apt-get download -qq "$package" >/dev/null 2>&1 && dpkg -x ./*.deb . && rm ./*.deb && touch complete) ||
-    die "the kernel package '$package' could not be fetched (apt-get update?)"
+  unpacked "$1" "$(apt-cache depends linux-image-cloud-amd64 | awk '/Depends:/ {print $2; exit}')"
+}
+
+# unpacked DIR PACKAGE...: files of Debian's packages there, once; nothing is installed.
+unpacked() {
+  local dir=$1 package; shift
+  [ -e "$dir/complete" ] && return
+  rm -rf "$dir" && mkdir -p "$dir"
+  for package; do
+    (cd "$dir" && apt-get download -qq "$package" >/dev/null 2>&1 && dpkg -x ./*.deb . && rm ./*.deb) ||
+      die "the package '$package' could not be fetched (apt-get update?)"
+  done
+  touch "$dir/complete"
 }

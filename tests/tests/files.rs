@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
     os::unix::{
         ffi::OsStrExt as _,
         fs::{MetadataExt as _, PermissionsExt as _, symlink},
@@ -13,10 +13,16 @@ use std::{
     time::Duration,
 };
 
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use torpor_tests::{Host, can_run_vms, wait_at_most};
 
+/// Nothing takes this long unless it hangs.
+const LIMIT: Duration = Duration::from_secs(60);
 const LARGE: u64 = 300_000_000;
 
 /// Everything about a tree: names, kinds, modes, times of files, contents.
@@ -115,6 +121,7 @@ fn files_go_in_and_come_out_whole_and_a_broken_copy_goes_on() {
     );
     broken_copies(&host, here.path());
     attached(&host);
+    talked_to(&host);
 }
 
 fn streams_and_refusals(host: &Host, path: &dyn Fn(&str) -> String) {
@@ -163,6 +170,46 @@ fn attached(host: &Host) {
     assert_eq!((output.status.code(), text.as_str()), (Some(5), "begun\ndone\n"), "{output:?}");
     assert_eq!(host.ok(&["logs", "job"]), text);
     host.ok(&["delete", "job"]);
+}
+
+/// Whoever attaches talks to the command that runs, and leaves it running.
+fn talked_to(host: &Host) {
+    let script = "echo begun; while read line; do echo got $line; done; echo over; exit 4";
+    host.ok(&["create", "talk", "--stdin", "--", "sh", "-c", script]);
+    let attach = |more: &[&str]| {
+        let mut attach = host.command(&[&["attach", "talk"], more].concat());
+        attach.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let mut first = attach(&[]);
+    let mut output = BufReader::new(first.stdout.take().unwrap()).lines().map(Result::unwrap);
+    first.stdin.take().unwrap().write_all(b"one\n").unwrap();
+    // The end of our input is not the end of the command's.
+    assert_eq!(output.by_ref().take(2).collect::<Vec<_>>(), ["begun", "got one"]);
+    kill(Pid::from_raw(first.id().cast_signed()), Signal::SIGINT).unwrap();
+    assert_eq!(wait_at_most(&mut first, LIMIT).unwrap().code(), Some(130));
+    let mut second = attach(&["--close-stdin", "-n", "1"]);
+    second.stdin.take().unwrap().write_all(b"two\n").unwrap();
+    let output = second.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!((output.status.code(), text.as_str()), (Some(4), "got one\ngot two\nover\n"), "{output:?}");
+    host.ok(&["delete", "talk"]);
+
+    host.ok(&["create", "term", "-i", "--tty", "--", "sh", "-c", "stty size; read line; exec sleep 4242"]);
+    let mut term = host.command(&["attach", "term"]);
+    let mut term = term.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    term.stdin.as_mut().unwrap().write_all(b"echoed\n").unwrap();
+    let mut output = BufReader::new(term.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut lines: Vec<_> = output.by_ref().take(2).collect();
+    // The terminal echoes as soon as it is told something.
+    lines.sort();
+    assert_eq!(lines, ["24 80", "echoed"]);
+    host.ok(&["suspend", "term"]);
+    let ended = term.wait_with_output().unwrap();
+    let errors = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert!(ended.status.code() == Some(255) && errors.contains("torpor resume term"), "{ended:?}");
+    host.ok(&["delete", "term"]);
+    let (code, errors) = host.fails(&["create", "idle", "-i"]);
+    assert!(code == 2 && errors.contains("stdin: it is the main command's"), "{code} {errors}");
 }
 
 fn output_while_it_sleeps(host: &Host) {

@@ -2,6 +2,7 @@
 
 use std::{
     os::fd::{AsRawFd as _, OwnedFd},
+    pin::Pin,
     sync::Arc,
 };
 
@@ -11,7 +12,8 @@ use tokio::{
     net::unix::pipe,
     sync::mpsc,
 };
-use tonic::Streaming;
+use tokio_stream::{Stream, StreamExt as _};
+use tonic::Status;
 use torpor_proto::agent::v1::{ExecInput, exec_input::Kind};
 
 use super::spawn;
@@ -22,6 +24,9 @@ const END_OF_INPUT: &[u8] = &[4];
 /// Messages that wait for a command which doesn't read; signals and sizes pass by these.
 const WAITING: usize = 8;
 
+/// What a command is told.
+pub type Inbound = Pin<Box<dyn Stream<Item = Result<ExecInput, Status>> + Send>>;
+
 /// The writing end of a command's input.
 pub enum Stdin {
     Null,
@@ -30,7 +35,7 @@ pub enum Stdin {
 }
 
 /// Carries out what comes on `inbound` until it ends or breaks; then a pipe is closed, so that the command sees the end.
-pub async fn feed(mut inbound: Streaming<ExecInput>, stdin: Stdin, pid: Pid, reaper: Reaper) {
+pub async fn feed(mut inbound: Inbound, stdin: Stdin, pid: Pid, reaper: Reaper) {
     let terminal = match &stdin {
         Stdin::Tty(_, fd) => Some(fd.clone()),
         _ => None,
@@ -40,7 +45,7 @@ pub async fn feed(mut inbound: Streaming<ExecInput>, stdin: Stdin, pid: Pid, rea
     let writing = write(stdin, waiting);
     let reading = async move {
         let mut chunks = Some(chunks);
-        while let Ok(Some(ExecInput { kind })) = inbound.message().await {
+        while let Some(Ok(ExecInput { kind })) = inbound.next().await {
             match kind {
                 Some(Kind::Stdin(data)) => {
                     if let Some(chunks) = &chunks {

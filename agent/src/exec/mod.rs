@@ -8,6 +8,7 @@ pub mod users;
 
 use std::{collections::HashMap, io, path::Path, sync::Arc, time::Duration};
 
+pub use input::Inbound;
 use input::Stdin;
 use nix::unistd::Pid;
 use output::{Sink, Source};
@@ -17,10 +18,8 @@ use tokio::{
     sync::{oneshot, watch},
     time::sleep,
 };
-use tonic::Streaming;
 use torpor_proto::agent::v1::{
-    ExecError, ExecExit, ExecInput, ExecOutput, ExecStart, ExecStarted, WindowSize, exec_error,
-    exec_output::Kind,
+    ExecError, ExecExit, ExecOutput, ExecStart, ExecStarted, WindowSize, exec_error, exec_output::Kind,
 };
 
 use self::cgroup::Tree;
@@ -29,8 +28,8 @@ use crate::{agent::Agent, reaper::Exit};
 /// Between TERM and KILL when the request names nothing.
 const DEFAULT_GRACE: Duration = Duration::from_secs(2);
 
-/// Runs one command to its end, whoever still listens to `sink`.
-pub async fn run(agent: Arc<Agent>, start: ExecStart, inbound: Option<Streaming<ExecInput>>, sink: Sink) {
+/// Runs one command to its end, whoever still listens to `sink`. The end of `inbound` ends the command's input.
+pub async fn run(agent: Arc<Agent>, start: ExecStart, inbound: Inbound, sink: Sink) {
     let limit = start.timeout.and_then(|limit| Duration::try_from(limit).ok());
     let grace = start.kill_grace.and_then(|grace| Duration::try_from(grace).ok()).unwrap_or(DEFAULT_GRACE);
     let started =
@@ -95,16 +94,11 @@ struct Running {
     exit: oneshot::Receiver<Exit>,
     ended: watch::Sender<bool>,
     pumps: Vec<tokio::task::JoinHandle<()>>,
-    feeding: Option<tokio::task::JoinHandle<()>>,
+    feeding: tokio::task::JoinHandle<()>,
 }
 
 impl Running {
-    fn attach(
-        child: Child,
-        agent: &Agent,
-        inbound: Option<Streaming<ExecInput>>,
-        sink: &Sink,
-    ) -> Result<Self, SpawnError> {
+    fn attach(child: Child, agent: &Agent, inbound: Inbound, sink: &Sink) -> Result<Self, SpawnError> {
         let (stdin, sources) = streams(child.ends).map_err(|error| {
             SpawnError::new(exec_error::Kind::Other, format!("attach to the streams of the command: {error}"))
         })?;
@@ -113,8 +107,7 @@ impl Running {
             .into_iter()
             .map(|(source, kind)| tokio::spawn(output::pump(source, kind, sink.clone(), watched.clone())))
             .collect();
-        let feeding =
-            inbound.map(|inbound| tokio::spawn(input::feed(inbound, stdin, child.pid, agent.reaper.clone())));
+        let feeding = tokio::spawn(input::feed(inbound, stdin, child.pid, agent.reaper.clone()));
         Ok(Self {
             pid: child.pid,
             tree: Tree::new(child.pid, child.cgroup),
@@ -147,9 +140,7 @@ impl Running {
         };
         drop(running);
         self.ended.send_replace(true);
-        if let Some(feeding) = self.feeding {
-            feeding.abort();
-        }
+        self.feeding.abort();
         for pump in self.pumps {
             tokio::select! {
                 _ = pump => {}

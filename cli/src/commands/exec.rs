@@ -86,32 +86,37 @@ pub async fn attach(session: &Session, mut start: v1::ExecStart) -> Outcome {
     let stdin = start.stdin;
     let client = session.connect().await?;
     // From here on no signal ends us by itself: the terminal must be given back, the command must be told.
-    let mut signals = Signals::new(start.tty)?;
+    let mut signals = Signals::new(start.tty, start.tty)?;
     let exec = tokio::select! {
         exec = client.exec(start) => exec?,
         number = signals.deadly() => return Err(Failure::silent(128_u8.saturating_add(number))),
     };
-    let guard = if raw { Some(RawMode::enter().map_err(terminal_failed)?) } else { None };
+    let guard = if raw { Some(raw_mode()?) } else { None };
     let end = drive(exec, &mut signals, stdin).await;
     drop(guard);
     conclude(session, end?)
 }
 
-fn terminal_failed(error: io::Error) -> Failure {
-    Failure::new(FAILED, format!("the terminal can't be set to raw mode: {error}"))
+/// Every key is a byte for the command, until the guard is dropped.
+pub(super) fn raw_mode() -> Result<RawMode, Failure> {
+    RawMode::enter()
+        .map_err(|error| Failure::new(FAILED, format!("the terminal can't be set to raw mode: {error}")))
 }
 
 /// How it came to an end.
-enum End {
+pub(super) enum End {
     Exit(v1::ExecExit),
+    /// The user left it by the keys for that.
+    Left,
     /// Whoever read our output is gone.
     BrokenPipe,
     /// A signal to us.
     Signal(u8),
 }
 
-fn conclude(session: &Session, end: End) -> Outcome {
+pub(super) fn conclude(session: &Session, end: End) -> Outcome {
     let exit = match end {
+        End::Left => return Ok(0),
         End::BrokenPipe => return Err(Failure::silent(BROKEN_PIPE)),
         End::Signal(number) => return Err(Failure::silent(128_u8.saturating_add(number))),
         End::Exit(exit) => exit,
@@ -143,7 +148,8 @@ async fn drive(exec: Exec, signals: &mut Signals, stdin: bool) -> Result<End, Fa
     }
 }
 
-async fn forward_output(mut output: ExecOutput) -> Result<End, Failure> {
+/// Writes what comes to our own output, to the end.
+pub(super) async fn forward_output(mut output: ExecOutput) -> Result<End, Failure> {
     let (writer, written) = Writer::spawn();
     let mut started = false;
     let exit = loop {
@@ -236,8 +242,11 @@ async fn forward_stdin(command: &ExecInput) {
 }
 
 /// The signals that we take note of.
-struct Signals {
+pub(super) struct Signals {
+    /// The command is told of window sizes.
     tty: bool,
+    /// Whatever would end a program ends us, and the command is not told.
+    ends_us: bool,
     interrupt: Signal,
     terminate: Signal,
     hangup: Signal,
@@ -251,11 +260,12 @@ const SIGQUIT: u8 = 3;
 const SIGTERM: u8 = 15;
 
 impl Signals {
-    fn new(tty: bool) -> Result<Self, Failure> {
+    pub(super) fn new(tty: bool, ends_us: bool) -> Result<Self, Failure> {
         let take =
             |kind| signal(kind).map_err(|e| Failure::new(FAILED, format!("can't receive signals: {e}")));
         Ok(Self {
             tty,
+            ends_us,
             interrupt: take(SignalKind::interrupt())?,
             terminate: take(SignalKind::terminate())?,
             hangup: take(SignalKind::hangup())?,
@@ -265,7 +275,7 @@ impl Signals {
     }
 
     /// The next signal that would end a program.
-    async fn deadly(&mut self) -> u8 {
+    pub(super) async fn deadly(&mut self) -> u8 {
         tokio::select! {
             _ = self.interrupt.recv() => SIGINT,
             _ = self.terminate.recv() => SIGTERM,
@@ -276,7 +286,7 @@ impl Signals {
 
     /// Tells the command of signals and window sizes. Returns when one must end us instead: with a terminal any (keys are
     /// bytes there, so it came from outside and hangs up), without one the third interrupt.
-    async fn forward(&mut self, input: &ExecInput) -> u8 {
+    pub(super) async fn forward(&mut self, input: &ExecInput) -> u8 {
         let mut interrupts = 0;
         loop {
             let number = tokio::select! {
@@ -288,7 +298,7 @@ impl Signals {
             };
             let input = input.clone();
             match number {
-                Some(number) if self.tty => return number,
+                Some(number) if self.ends_us => return number,
                 Some(number) => {
                     interrupts += u32::from(number == SIGINT);
                     if interrupts >= INTERRUPTS_TO_GIVE_UP {

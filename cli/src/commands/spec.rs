@@ -30,6 +30,12 @@ pub struct SpecArgs {
     /// Who runs the main command: a name or number, with an optional :group.
     #[arg(short, long)]
     user: Option<String>,
+    /// Give the main command an input, for `torpor attach`.
+    #[arg(short = 'i', long)]
+    stdin: bool,
+    /// Give the main command a terminal, for `torpor attach`.
+    #[arg(long)]
+    tty: bool,
     /// What happens when the main command ends; never when left out.
     #[arg(long, value_enum)]
     restart: Option<Restart>,
@@ -118,6 +124,8 @@ impl SpecArgs {
             environment: self.environment.read()?,
             workdir: self.workdir.unwrap_or_default(),
             user: self.user.unwrap_or_default(),
+            stdin: self.stdin,
+            tty: self.tty,
             resources: Some(v1::Resources {
                 cpus: self.cpus,
                 memory_bytes: self.memory,

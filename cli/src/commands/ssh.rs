@@ -139,7 +139,6 @@ fn options(folder: &Path, id: &str) -> Vec<(&'static str, String)> {
         ("StrictHostKeyChecking", "yes".to_owned()),
         ("IdentityFile", quoted(&folder.join("id_ed25519"))),
         ("IdentitiesOnly", "yes".to_owned()),
-        ("IdentityAgent", "none".to_owned()),
         ("ControlMaster", "no".to_owned()),
     ]
 }

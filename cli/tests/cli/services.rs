@@ -51,6 +51,7 @@ impl std::ops::Deref for Service {
 impl Sandboxes for Service {
     type WatchStream = Stream<v1::SandboxEvent>;
     type ExecStream = Stream<v1::ExecOutput>;
+    type AttachStream = Stream<v1::ExecOutput>;
     type LogsStream = Stream<v1::LogChunk>;
     type ForwardStream = Stream<v1::ForwardOutput>;
     type SshStream = Stream<v1::ForwardOutput>;
@@ -181,6 +182,10 @@ impl Sandboxes for Service {
         let (sender, receiver) = mpsc::channel(4);
         tokio::spawn(perform(Arc::clone(&self.0), start, inputs, sender));
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn attach(&self, _: Request<Streaming<v1::ExecInput>>) -> Answer<Self::AttachStream> {
+        Err(Status::unimplemented("not in these tests"))
     }
 
     async fn logs(&self, request: Request<v1::LogsRequest>) -> Answer<Self::LogsStream> {

@@ -259,6 +259,8 @@ fn request(live: &Live, spec: &SandboxSpec, found: &Inspect) -> ConfigureRequest
         argv: spec.command.clone(),
         workdir: spec.workdir.clone().unwrap_or_default(),
         user: spec.user.clone().unwrap_or_default(),
+        stdin: spec.stdin,
+        tty: spec.tty,
     });
     ConfigureRequest {
         run: live.run.0,

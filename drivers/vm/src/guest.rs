@@ -116,6 +116,8 @@ impl Vm {
             argv: spec.command.clone(),
             workdir: spec.workdir.clone().unwrap_or_default(),
             user: spec.user.clone().unwrap_or_default(),
+            stdin: spec.stdin,
+            tty: spec.tty,
         });
         ConfigureRequest {
             run: self.record.run.0,

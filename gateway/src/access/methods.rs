@@ -73,6 +73,7 @@ pub const METHODS: &[Method] = &[
     does("torpor.v1.Sandboxes/Start"),
     does("torpor.v1.Sandboxes/Delete"),
     does("torpor.v1.Sandboxes/Exec"),
+    does("torpor.v1.Sandboxes/Attach"),
     sees("torpor.v1.Sandboxes/Logs"),
     within(sees("torpor.v1.Sandboxes/History")),
     does("torpor.v1.Sandboxes/Update"),

@@ -39,6 +39,8 @@ use crate::{
 
 /// Callers whose calls can be ended, at most.
 const MOST_LIVE: usize = 100_000;
+/// In place of what a caller may not see.
+pub const REDACTED: &str = "REDACTED";
 /// Begins the subjects of those who are known by a token of ours; its id follows.
 const TOKEN: &str = "token:";
 
@@ -278,6 +280,14 @@ impl Caller {
             }
             Grant::Membership => self.access.memberships(&self.identity.subject).get(workspace).copied(),
             Grant::Sandbox(_) => None,
+        }
+    }
+
+    /// Hides the values of an environment from a caller who may only look: they are often credentials. The names stay.
+    pub fn veil(&self, workspace: &str, environment: &mut HashMap<String, String>) {
+        let own = matches!(self.identity.grant, Grant::Sandbox(_));
+        if !own && self.role_in(workspace) < Some(Role::Editor) {
+            environment.values_mut().for_each(|value| REDACTED.clone_into(value));
         }
     }
 

@@ -107,6 +107,8 @@ pub fn spec(spec: v1::SandboxSpec) -> Result<TemplateSpec, ApiError> {
         environment: spec.environment.into_iter().collect(),
         workdir: text(spec.workdir),
         user: text(spec.user),
+        stdin: spec.stdin,
+        tty: spec.tty,
         cpus: resources.cpus,
         memory_bytes: resources.memory_bytes,
         disk_bytes: resources.disk_bytes,
@@ -147,6 +149,15 @@ pub fn shown_volume(volume: &Volume) -> v1::Volume {
     v1::Volume { source: volume.source.clone(), target: volume.target.clone(), read_only: volume.read_only }
 }
 
+/// What its main command ended with, where that is a code.
+pub fn exit_code(state: &State) -> Option<i32> {
+    match state.exit {
+        Some(Exit::Code(code)) => Some(code),
+        Some(Exit::PowerOff) => Some(0),
+        _ => None,
+    }
+}
+
 pub fn sandbox(view: &View) -> v1::Sandbox {
     let record = &view.record;
     let spec = &record.spec;
@@ -163,6 +174,8 @@ pub fn sandbox(view: &View) -> v1::Sandbox {
             environment: spec.environment.clone().into_iter().collect(),
             workdir: spec.workdir.clone().unwrap_or_default(),
             user: spec.user.clone().unwrap_or_default(),
+            stdin: spec.stdin,
+            tty: spec.tty,
             resources: Some(v1::Resources {
                 cpus: Some(spec.resources.cpus),
                 memory_bytes: Some(spec.resources.memory_bytes),
@@ -218,11 +231,7 @@ fn status(view: &View) -> v1::SandboxStatus {
         }),
         failure: state.failure.as_ref().map(|f| failure(f, &record.name)),
         conditions: conditions(view),
-        exit_code: match state.exit {
-            Some(Exit::Code(code)) => Some(code),
-            Some(Exit::PowerOff) => Some(0),
-            _ => None,
-        },
+        exit_code: exit_code(state),
         restart_count: state.restarts,
         step: view.now.as_ref().map_or_else(String::new, |now| now.step.to_owned()),
         flushed: state.flushed,

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Messages under way in each direction; the rest of the back-pressure is HTTP/2's.
-const BUFFER: usize = 8;
+pub(super) const BUFFER: usize = 8;
 /// Longest argument or variable, bytes: Linux takes 128 KiB, with the zero byte at its end.
 const LONGEST_ARGUMENT: usize = (128 << 10) - 1;
 /// Most bytes of all arguments: with the environment they fit into what Linux takes.
@@ -39,7 +39,7 @@ pub trait Inputs: Stream<Item = Result<v1::ExecInput, Status>> + Send + Unpin + 
 
 impl<S: Stream<Item = Result<v1::ExecInput, Status>> + Send + Unpin + 'static> Inputs for S {}
 
-type Outputs = Pin<Box<dyn Stream<Item = Result<v1::ExecOutput, Status>> + Send>>;
+pub(super) type Outputs = Pin<Box<dyn Stream<Item = Result<v1::ExecOutput, Status>> + Send>>;
 
 /// Runs one command.
 pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> Result<Outputs, Status> {
@@ -105,7 +105,18 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
     Ok(Box::pin(ReceiverStream::new(outputs)))
 }
 
-async fn pump_input(mut input: impl Inputs, to_agent: mpsc::Sender<agent::ExecInput>) {
+async fn pump_input(input: impl Inputs, to_agent: mpsc::Sender<agent::ExecInput>) {
+    pass_input(input, &to_agent).await;
+    // The client has closed its side: so does the command's stdin. The sender is kept until the command ends, since
+    // dropping it would look like a client that went away.
+    let close = agent::exec_input::Kind::StdinClose(agent::StdinClose {});
+    if to_agent.send(agent::ExecInput { kind: Some(close) }).await.is_ok() {
+        to_agent.closed().await;
+    }
+}
+
+/// Hands over what the client sends, until it or the command ends.
+pub(super) async fn pass_input(mut input: impl Inputs, to_agent: &mpsc::Sender<agent::ExecInput>) {
     use v1::exec_input::Kind;
     while let Some(Ok(message)) = input.next().await {
         let kind = match message.kind {
@@ -124,17 +135,11 @@ async fn pump_input(mut input: impl Inputs, to_agent: mpsc::Sender<agent::ExecIn
             }
             Some(Kind::Signal(signal)) => agent::exec_input::Kind::Signal(signal),
             // A second start, or something newer than this gateway.
-            Some(Kind::Start(_)) | None => continue,
+            Some(Kind::Start(_) | Kind::Attach(_)) | None => continue,
         };
         if to_agent.send(agent::ExecInput { kind: Some(kind) }).await.is_err() {
             return;
         }
-    }
-    // The client has closed its side: so does the command's stdin. The sender is kept until the command ends, since
-    // dropping it would look like a client that went away.
-    let close = agent::exec_input::Kind::StdinClose(agent::StdinClose {});
-    if to_agent.send(agent::ExecInput { kind: Some(close) }).await.is_ok() {
-        to_agent.closed().await;
     }
 }
 

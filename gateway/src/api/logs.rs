@@ -16,7 +16,7 @@ use torpor_sandbox::Phase;
 use super::Shared;
 use crate::{
     error::ApiError,
-    mainlog::{Live, Log, Position, Record as Piece},
+    mainlog::{Log, Position, Record as Piece},
     store::Record,
 };
 
@@ -31,7 +31,7 @@ const HEARD_WITHIN: Duration = Duration::from_secs(2);
 const BUFFER: usize = 8;
 
 type Chunks = Pin<Box<dyn Stream<Item = Result<v1::LogChunk, Status>> + Send>>;
-type Out = mpsc::Sender<Result<v1::LogChunk, Status>>;
+pub(super) type Out = mpsc::Sender<Result<v1::LogChunk, Status>>;
 
 /// Streams logs.
 pub async fn logs(service: Shared, request: v1::LogsRequest) -> Result<Chunks, Status> {
@@ -125,7 +125,8 @@ async fn read(log: &std::sync::Arc<Log>, at: &mut Position) -> Option<Vec<Piece>
     }
 }
 
-async fn main_output(
+/// What the main command has written; with `follow` then what it writes, until it ends or the sandbox does.
+pub(super) async fn main_output(
     service: &Shared,
     record: &Record,
     request: &v1::LogsRequest,
@@ -135,15 +136,15 @@ async fn main_output(
     let log = service.main_logs.of(&record.id);
     let mut news = log.news();
     let ready = record.state.phase == Phase::Ready && !record.spec.command.is_empty();
+    let run = record.state.run;
     if ready {
-        // Whoever asks right after a word was written finds it.
-        if *news.borrow() == Live::Unheard {
-            let _ = tokio::time::timeout(HEARD_WITHIN, news.changed()).await;
-        }
-        // Not for ever: some never pause.
+        let _ = tokio::time::timeout(HEARD_WITHIN, news.wait_for(|live| live.heard(run))).await;
+    }
+    if ready && !request.follow {
+        // Whoever asks right after a word was written finds it. Not for ever: some never pause.
         let quiet = async {
             while let Ok(Ok(())) = tokio::time::timeout(UNDER_WAY, news.changed()).await {
-                if *news.borrow() == Live::Ended {
+                if news.borrow().ended(run) {
                     break;
                 }
             }
@@ -161,7 +162,7 @@ async fn main_output(
         return;
     }
     loop {
-        let ended = *news.borrow_and_update() == Live::Ended;
+        let ended = news.borrow_and_update().ended(run);
         let Some(pieces) = read(&log, &mut at).await else { return };
         if !send_pieces(out, pieces).await || ended || news.changed().await.is_err() {
             return;

@@ -1,6 +1,7 @@
 //! `torpor.v1` over the service: conversions and streams, no decisions.
 
 mod access;
+mod attach;
 mod convert;
 mod disks;
 mod endpoints;

@@ -37,6 +37,14 @@ pub(super) fn page_size(asked: i32) -> Result<usize, ApiError> {
     }
 }
 
+/// What of a sandbox its caller may see.
+pub(super) fn veiled(caller: &Caller, mut sandbox: v1::Sandbox) -> v1::Sandbox {
+    if let Some(spec) = &mut sandbox.spec {
+        caller.veil(&sandbox.workspace, &mut spec.environment);
+    }
+    sandbox
+}
+
 impl SandboxesApi {
     /// The selector of a listing, within what the caller may look into.
     async fn chosen(&self, caller: &Caller, labels: &str, all: bool) -> Result<Selector, Status> {
@@ -109,7 +117,7 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         let caller = access::caller(&request)?;
         let key = caller.key(&request.into_inner().sandbox).await?;
         let record = self.0.store.get(&key).await?;
-        Ok(Response::new(self.show(Arc::new(record)).await))
+        Ok(Response::new(veiled(&caller, self.show(Arc::new(record)).await)))
     }
 
     async fn list(&self, request: Request<v1::ListSandboxesRequest>) -> Reply<v1::ListSandboxesResponse> {
@@ -123,7 +131,7 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         let mut answer = v1::ListSandboxesResponse::default();
         let mut bytes = 0;
         for view in &views {
-            let sandbox = convert::sandbox(view);
+            let sandbox = veiled(&caller, convert::sandbox(view));
             bytes += sandbox.encoded_len();
             if bytes > PAGE_BYTES && !answer.sandboxes.is_empty() {
                 break;
@@ -149,7 +157,7 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
             false => request.label_selector.parse()?,
             true => self.chosen(&caller, &request.label_selector, all).await?,
         };
-        let stream = watch::watch(self.0.clone(), request, selector).await?;
+        let stream = watch::watch(self.0.clone(), caller, request, selector).await?;
         Ok(Response::new(stream))
     }
 
@@ -200,6 +208,14 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
     async fn exec(&self, request: Request<Streaming<v1::ExecInput>>) -> Reply<Self::ExecStream> {
         let caller = access::caller(&request)?;
         let stream = exec::exec(self.0.clone(), &caller, request.into_inner()).await?;
+        Ok(Response::new(stream))
+    }
+
+    type AttachStream = Events<v1::ExecOutput>;
+
+    async fn attach(&self, request: Request<Streaming<v1::ExecInput>>) -> Reply<Self::AttachStream> {
+        let caller = access::caller(&request)?;
+        let stream = super::attach::attach(self.0.clone(), &caller, request.into_inner()).await?;
         Ok(Response::new(stream))
     }
 

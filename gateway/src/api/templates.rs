@@ -44,6 +44,8 @@ fn shown(template: Template) -> v1::Template {
             environment: spec.environment.into_iter().collect(),
             workdir: spec.workdir.unwrap_or_default(),
             user: spec.user.unwrap_or_default(),
+            stdin: spec.stdin,
+            tty: spec.tty,
             resources: Some(v1::Resources {
                 cpus: spec.cpus,
                 memory_bytes: spec.memory_bytes,
@@ -61,6 +63,14 @@ fn shown(template: Template) -> v1::Template {
         created: convert::time(template.created),
         changed: convert::time(template.changed),
     }
+}
+
+/// What of a template its caller may see.
+fn veiled(caller: &Caller, mut template: v1::Template) -> v1::Template {
+    if let Some(spec) = &mut template.spec {
+        caller.veil(&template.workspace, &mut spec.environment);
+    }
+    template
 }
 
 #[tonic::async_trait]
@@ -81,7 +91,7 @@ impl v1::templates_server::Templates for TemplatesApi {
     async fn get(&self, request: Request<v1::GetTemplateRequest>) -> Reply<v1::Template> {
         let caller = access::caller(&request)?;
         let key = key(&caller, &request.into_inner().template)?;
-        Ok(Response::new(shown(self.0.store.template(key).await?)))
+        Ok(Response::new(veiled(&caller, shown(self.0.store.template(key).await?))))
     }
 
     async fn list(&self, request: Request<v1::ListTemplatesRequest>) -> Reply<v1::ListTemplatesResponse> {
@@ -97,7 +107,7 @@ impl v1::templates_server::Templates for TemplatesApi {
             ..v1::ListTemplatesResponse::default()
         };
         let mut bytes = 0;
-        for template in page.rows.into_iter().map(shown) {
+        for template in page.rows.into_iter().map(|row| veiled(&caller, shown(row))) {
             bytes += template.encoded_len();
             if let Some(last) = answer.templates.last().filter(|_| bytes > PAGE_BYTES) {
                 answer.next_page_token = template_token(&last.name);

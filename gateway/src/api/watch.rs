@@ -9,8 +9,9 @@ use tonic::Status;
 use torpor_proto::v1::{self, sandbox_event::Kind};
 use torpor_sandbox::spec::unqualified;
 
-use super::{Shared, convert, to_status};
+use super::{Shared, convert, sandboxes::veiled, to_status};
 use crate::{
+    access::Caller,
     error::ApiError,
     store::{Cursor, Missed, Record, Selector, Since, Wanted},
 };
@@ -22,6 +23,7 @@ type Events = Pin<Box<dyn Stream<Item = Result<v1::SandboxEvent, Status>> + Send
 
 struct Watcher {
     service: Shared,
+    caller: Caller,
     wanted: Wanted,
     /// Of the last change that the reader has seen whole: while it is being caught up with, the one before that.
     cursor: Option<Cursor>,
@@ -36,6 +38,7 @@ struct Gone;
 /// Starts a watch.
 pub async fn watch(
     service: Shared,
+    caller: Caller,
     request: v1::WatchSandboxesRequest,
     selector: Selector,
 ) -> Result<Events, ApiError> {
@@ -60,7 +63,7 @@ pub async fn watch(
     let since = cursor.map_or(Since::START, Since::Cursor);
     let missed = service.store.changes_since(since, wanted.clone()).await?;
     let (out, events) = mpsc::channel(BUFFER);
-    let mut watcher = Watcher { service, wanted, cursor, known: HashSet::new(), out };
+    let mut watcher = Watcher { service, caller, wanted, cursor, known: HashSet::new(), out };
     tokio::spawn(async move {
         let kind = if cursor.is_some() { Kind::Changed } else { Kind::Snapshot };
         // Ends when the reader does.
@@ -155,7 +158,7 @@ impl Watcher {
         }
         self.known.insert(record.id.to_string());
         let view = self.service.view(record).await;
-        self.send(kind, Some(convert::sandbox(&view))).await
+        self.send(kind, Some(veiled(&self.caller, convert::sandbox(&view)))).await
     }
 
     async fn deleted(&mut self, id: String, name: String) -> Result<(), Gone> {

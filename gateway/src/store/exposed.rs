@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
 use rusqlite::{Connection, OptionalExtension as _, Row};
-use torpor_sandbox::{Phase, SandboxId};
+use torpor_sandbox::{Phase, SandboxId, spec::unqualified};
 
 use super::{Record, Store, StoreError, from_millis, now, sandboxes::load};
 
@@ -67,7 +67,8 @@ pub(super) fn insert(conn: &Connection, record: &Record, new: &NewExposed) -> Re
     let holder = format!("{SELECT} WHERE e.host = ?1");
     let holder = conn.prepare_cached(&holder)?.query_row([host.to_string()], row).optional()?;
     if let Some(other) = holder.filter(|other| (&other.sandbox, other.port) != (id, port)) {
-        return Err(StoreError::HostTaken { host, name: other.name, port: other.port });
+        let same = unqualified(&other.name).0 == unqualified(&record.name).0;
+        return Err(StoreError::HostTaken { host, holder: same.then_some((other.name, other.port)) });
     }
     let count: u64 = conn
         .prepare_cached("SELECT count(*) FROM exposed WHERE sandbox_id = ?1 AND port != ?2")?

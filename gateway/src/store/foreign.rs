@@ -358,6 +358,17 @@ impl Foreign<'_> {
         statement.query_map([id.as_str()], object)?.map(|row| labelled(row?)).collect()
     }
 
+    /// The names alone of what is attached to a sandbox, in their order.
+    ///
+    /// # Errors
+    /// The database's.
+    pub fn attached_names(&self, id: &SandboxId) -> Result<Vec<String>, StoreError> {
+        let sql = "SELECT name FROM foreign_objects
+                   WHERE id IN (SELECT object_id FROM foreign_attached WHERE sandbox_id = ?1) ORDER BY name";
+        let mut statement = self.0.prepare_cached(sql)?;
+        Ok(statement.query_map([id.as_str()], |row| row.get(0))?.collect::<Result<_, _>>()?)
+    }
+
     /// Keeps the rest of a sandbox, in place of what was kept.
     ///
     /// # Errors

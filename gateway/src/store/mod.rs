@@ -127,14 +127,12 @@ pub enum StoreError {
     #[error("sandbox '{0}' is being deleted")]
     Deleting(String),
     /// The host listens there for another port already.
-    #[error("{host} is the host's address of port {port} of sandbox '{name}' already")]
+    #[error("{host} is the host's address of {} already", held_by(.holder.as_ref()))]
     HostTaken {
         /// The address.
         host: std::net::SocketAddr,
-        /// Whose it is.
-        name: String,
-        /// Which port of that sandbox.
-        port: u16,
+        /// Whose it is, and which port of that sandbox; none: it is no business of the one who asks.
+        holder: Option<(String, u16)>,
     },
     /// No more ports of one sandbox.
     #[error("sandbox '{name}' has {most} exposed ports already, which is the most")]
@@ -258,6 +256,13 @@ pub enum StoreError {
     /// The writer has ended.
     #[error("the database is closed")]
     Closed,
+}
+
+fn held_by(holder: Option<&(String, u16)>) -> String {
+    match holder {
+        Some((name, port)) => format!("port {port} of sandbox '{name}'"),
+        None => "a sandbox of another workspace".to_owned(),
+    }
 }
 
 type Completion = Box<dyn FnOnce(Result<(), String>) + Send>;

@@ -242,6 +242,8 @@ pub(super) fn empty_spec() -> SandboxSpec {
         environment: BTreeMap::new(),
         workdir: None,
         user: None,
+        stdin: false,
+        tty: false,
         resources: torpor_sandbox::Resources { cpus: 0, memory_bytes: 0, disk_bytes: 0 },
         restart: torpor_sandbox::RestartPolicy::Never,
         stop_grace: Duration::ZERO,

@@ -9,6 +9,7 @@ use torpor_proto::v1;
 pub fn matrix() -> Vec<(&'static str, Vec<u8>, &'static str)> {
     let target = || Some(v1::Target { sandbox: "box".into(), ..Default::default() });
     let sandbox = || "box".to_owned();
+    let attach = v1::AttachStart { sandbox: sandbox(), ..Default::default() };
     let exec = v1::ExecStart { sandbox: sandbox(), argv: vec!["true".into()], ..Default::default() };
     let forward = v1::ForwardStart { sandbox: sandbox(), port: 80 };
     let member = || "uid:4242".to_owned();
@@ -37,6 +38,11 @@ pub fn matrix() -> Vec<(&'static str, Vec<u8>, &'static str)> {
         (
             "torpor.v1.Sandboxes/Exec",
             v1::ExecInput { kind: Some(v1::exec_input::Kind::Start(exec)) }.encode_to_vec(),
+            "uuud++nd+",
+        ),
+        (
+            "torpor.v1.Sandboxes/Attach",
+            v1::ExecInput { kind: Some(v1::exec_input::Kind::Attach(attach)) }.encode_to_vec(),
             "uuud++nd+",
         ),
         (

@@ -125,6 +125,12 @@ impl agent_server::Agent for Agent {
         });
         Ok(Response::new(ReceiverStream::new(outputs)))
     }
+    async fn attach(
+        &self,
+        _: Request<Streaming<agent::ExecInput>>,
+    ) -> Result<Response<agent::AttachResponse>, Status> {
+        absent()
+    }
     async fn events(&self, _: Request<agent::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
         absent()
     }

@@ -215,6 +215,15 @@ impl Client {
         Exec::start(self.sandboxes(), start).await
     }
 
+    /// Connects to the main command of a Ready sandbox. It goes on when the [`Exec`] is dropped, and its input stays open
+    /// unless it is closed. The exit is the last output when the sandbox is Completed by it.
+    ///
+    /// # Errors
+    /// See [`Client`].
+    pub async fn attach(&self, start: v1::AttachStart) -> Result<Exec, Error> {
+        Exec::attach(self.sandboxes(), start).await
+    }
+
     /// Output of the main command or the console.
     ///
     /// # Errors

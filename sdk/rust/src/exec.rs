@@ -47,12 +47,27 @@ impl Exec {
         mut client: SandboxesClient<Transport>,
         start: v1::ExecStart,
     ) -> Result<Self, Error> {
-        let (sender, receiver) = mpsc::channel(INPUTS_IN_FLIGHT);
-        let input = ExecInput(sender);
-        input.send(exec_input::Kind::Start(start)).await;
-        let stream = client.exec(ReceiverStream::new(receiver)).await?.into_inner();
+        let (input, inputs) = first(exec_input::Kind::Start(start)).await;
+        let stream = client.exec(inputs).await?.into_inner();
         Ok(Self { input, output: ExecOutput { stream, ended: false } })
     }
+
+    pub(crate) async fn attach(
+        mut client: SandboxesClient<Transport>,
+        start: v1::AttachStart,
+    ) -> Result<Self, Error> {
+        let (input, inputs) = first(exec_input::Kind::Attach(start)).await;
+        let stream = client.attach(inputs).await?.into_inner();
+        Ok(Self { input, output: ExecOutput { stream, ended: false } })
+    }
+}
+
+/// Inputs that begin with `kind`.
+async fn first(kind: exec_input::Kind) -> (ExecInput, ReceiverStream<v1::ExecInput>) {
+    let (sender, receiver) = mpsc::channel(INPUTS_IN_FLIGHT);
+    let input = ExecInput(sender);
+    input.send(kind).await;
+    (input, ReceiverStream::new(receiver))
 }
 
 impl ExecInput {

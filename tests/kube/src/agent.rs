@@ -160,6 +160,13 @@ impl agent_server::Agent for Service {
         Ok(Response::new(ReceiverStream::new(outputs)))
     }
 
+    async fn attach(
+        &self,
+        _: Request<Streaming<agent::ExecInput>>,
+    ) -> Result<Response<agent::AttachResponse>, Status> {
+        absent()
+    }
+
     async fn events(&self, _: Request<agent::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
         let (sink, events) = mpsc::channel(4);
         let (run, exit) = {

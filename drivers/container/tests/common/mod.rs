@@ -126,6 +126,8 @@ impl Bench {
             environment: [("GREETING".to_owned(), "hello".to_owned())].into(),
             workdir: None,
             user: None,
+            stdin: false,
+            tty: false,
             resources: Resources { cpus: 1, memory_bytes: 96 << 20, disk_bytes: 0 },
             restart: RestartPolicy::Never,
             stop_grace: Duration::from_secs(5),

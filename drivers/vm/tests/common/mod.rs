@@ -199,6 +199,8 @@ impl Bench {
             environment: [("GREETING".to_owned(), "hello".to_owned())].into(),
             workdir: None,
             user: None,
+            stdin: false,
+            tty: false,
             resources: Resources { cpus: 1, memory_bytes: 192 << 20, disk_bytes: 1 << 30 },
             restart: RestartPolicy::Never,
             stop_grace: Duration::from_secs(5),

@@ -21,13 +21,12 @@ use super::{
     page,
 };
 use crate::{
+    access::REDACTED,
     api::convert::time,
     error::ApiError,
     store::{Kind, Listing, NewObject, Object, Problem, Record, RequestKey, Selector, StoreError},
 };
 
-/// Stands for a credential in answers.
-const REDACTED: &str = "REDACTED";
 /// Longest name, bytes.
 const LONGEST_NAME: usize = 253;
 

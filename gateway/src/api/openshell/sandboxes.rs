@@ -35,7 +35,7 @@ impl OpenShellApi {
                 Ok(Extras {
                     rest: tables.kept(id.as_str())?,
                     policy_version: config::policy_version(tables.config(Some(&id))?),
-                    providers: tables.attached(&id)?.into_iter().map(|object| object.name).collect(),
+                    providers: tables.attached_names(&id)?,
                 })
             };
             ids.into_iter().map(one).collect::<Result<Vec<_>, StoreError>>()
