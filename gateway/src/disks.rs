@@ -13,7 +13,7 @@ use crate::{
     error::{ApiError, Code, RETRY_AFTER, next_command, with_causes},
     maintenance::{Guard, Kind, MOST, Refused},
     pressure::{ADVICE, Claim, NEW_DISK, Space},
-    service::{Service, Target, request_key},
+    service::{Service, Target, place_of, request_key},
     store::{Record, StoreError},
 };
 
@@ -103,7 +103,7 @@ impl Service {
     /// `ABORTED` for a stale version, the driver's.
     pub async fn grow_disk(&self, target: Target, bytes: u64) -> Result<Arc<Record>, ApiError> {
         let asked = format!("{} {bytes}", target.sandbox);
-        let request = request_key(target.request_id.clone(), "disk grow", &asked)?;
+        let request = request_key(place_of(&target.sandbox), target.request_id.clone(), "disk grow", &asked)?;
         if let Some(key) = &request
             && let Some(id) = self.store.replayed(key.clone()).await?
         {

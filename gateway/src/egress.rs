@@ -4,7 +4,7 @@ use torpor_sandbox::{ComputeDriver, DriverError, Egress, Phase};
 
 use crate::{
     error::{ApiError, Code, with_causes},
-    service::{Service, Target, request_key},
+    service::{Service, Target, place_of, request_key},
     store::{Applied, Record},
 };
 
@@ -28,7 +28,7 @@ impl Service {
     pub async fn set_egress(&self, target: Target, egress: Option<Egress>) -> Result<Applied, ApiError> {
         let egress = checked(egress)?;
         let asked = format!("{} {egress:?}", target.sandbox);
-        let request = request_key(target.request_id, "set egress", &asked)?;
+        let request = request_key(place_of(&target.sandbox), target.request_id, "set egress", &asked)?;
         let record = self.store.get(&target.sandbox).await?;
         let driver = self.driver(&record.spec.driver)?;
         let mut spec = record.spec.clone();

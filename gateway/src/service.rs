@@ -12,7 +12,7 @@ use torpor_sandbox::{
     SandboxName, SandboxSpec, Volume,
     failpoint::hit,
     lifecycle::may_reach,
-    spec::{DEFAULT_WORKSPACE, HostLimits, qualified, validate_annotations, validate_labels},
+    spec::{DEFAULT_WORKSPACE, HostLimits, qualified, unqualified, validate_annotations, validate_labels},
 };
 
 use crate::{
@@ -177,8 +177,10 @@ const GENERATED_NAMES: usize = 4;
 /// Longest request id, bytes.
 const REQUEST_ID: usize = 128;
 
-/// `asked` is whatever makes the request what it is.
+/// `place` keeps the ids of different workspaces apart: a workspace, or the key of a sandbox. `asked` is whatever makes the
+/// request what it is.
 pub(crate) fn request_key(
+    place: &str,
     id: Option<String>,
     verb: &'static str,
     asked: &str,
@@ -189,9 +191,14 @@ pub(crate) fn request_key(
         }
         id => Ok(id.filter(|id| !id.is_empty()).map(|id| {
             let fingerprint = format!("{:x}", Sha256::digest(asked));
-            RequestKey { id, verb, fingerprint }
+            RequestKey::new(place, &id, verb, fingerprint)
         })),
     }
+}
+
+/// The place of requests about a sandbox: its workspace where it is called by its name, else itself.
+pub(crate) fn place_of(sandbox: &str) -> &str {
+    if sandbox.parse::<SandboxId>().is_ok() { sandbox } else { unqualified(sandbox).0 }
 }
 
 impl Service {
@@ -200,7 +207,10 @@ impl Service {
     /// # Errors
     /// Bad input (the field is named), a taken name, an unknown image.
     pub async fn create(self: &Arc<Self>, mut wish: Wish) -> Result<Arc<Record>, ApiError> {
-        let request = request_key(wish.request_id.clone(), "create", &format!("{wish:?}"))?;
+        let request = {
+            let workspace = wish.workspace.as_deref().unwrap_or(DEFAULT_WORKSPACE);
+            request_key(workspace, wish.request_id.clone(), "create", &format!("{wish:?}"))?
+        };
         if let Some(before) = self.made_before(request.clone()).await? {
             return Ok(before);
         }
@@ -386,7 +396,8 @@ impl Service {
     /// # Errors
     /// `NOT_FOUND`, `ABORTED` (stale version), `FAILED_PRECONDITION` (phase or capability).
     pub async fn request(&self, target: Target, request: Request) -> Result<Applied, ApiError> {
-        let key = request_key(target.request_id, request.verb(), &format!("{} {request:?}", target.sandbox))?;
+        let asked = format!("{} {request:?}", target.sandbox);
+        let key = request_key(place_of(&target.sandbox), target.request_id, request.verb(), &asked)?;
         if request == Request::Suspend(Keep::Memory) {
             let record = self.store.get(&target.sandbox).await?;
             let capabilities = self.driver(&record.spec.driver)?.capabilities();
@@ -413,7 +424,7 @@ impl Service {
     /// As [`Service::request`]; an unknown one is `AlreadyAbsent` with `allow_missing`.
     pub async fn delete(&self, target: Target, allow_missing: bool) -> Result<Deleted, ApiError> {
         let asked = format!("{} {:?}", target.sandbox, Request::Delete);
-        let key = request_key(target.request_id.clone(), "delete", &asked)?;
+        let key = request_key(place_of(&target.sandbox), target.request_id.clone(), "delete", &asked)?;
         let replayed = match key.clone() {
             Some(key) => self.store.replayed(key).await?,
             None => None,

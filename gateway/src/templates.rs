@@ -161,7 +161,8 @@ impl Service {
         change: TemplateChange,
         request_id: Option<String>,
     ) -> Result<Template, ApiError> {
-        let request = request_key(request_id, "template create", &format!("{key:?} {change:?}"))?;
+        let request =
+            request_key(&key.workspace, request_id, "template create", &format!("{key:?} {change:?}"))?;
         key.name.parse::<SandboxName>().map_err(|error| ApiError::invalid("name", error))?;
         let TemplateChange { labels, annotations, spec } = self.checked_template(change)?;
         let [labels, annotations] = [labels, annotations].map(Option::unwrap_or_default);
@@ -180,7 +181,8 @@ impl Service {
         change: TemplateChange,
         request_id: Option<String>,
     ) -> Result<Template, ApiError> {
-        let request = request_key(request_id, "template update", &format!("{key:?} {change:?}"))?;
+        let request =
+            request_key(&key.workspace, request_id, "template update", &format!("{key:?} {change:?}"))?;
         let change = self.checked_template(change)?;
         let Some(expected) = expected else {
             let problem =

@@ -17,7 +17,7 @@ use crate::{
     egress::checked,
     error::{ApiError, Code, with_causes},
     maintenance::Kind,
-    service::{Service, Target, request_key},
+    service::{Service, Target, place_of, request_key},
     store::{Record, RequestKey, StoreError},
 };
 
@@ -66,7 +66,7 @@ impl Service {
     pub async fn update(&self, target: Target, wish: UpdateWish) -> Result<Arc<Record>, ApiError> {
         self.updates_are_on()?;
         let asked = format!("{} {wish:?}", target.sandbox);
-        let key = request_key(target.request_id.clone(), "update", &asked)?;
+        let key = request_key(place_of(&target.sandbox), target.request_id.clone(), "update", &asked)?;
         if let Some(before) = self.first_result(key.as_ref()).await? {
             return before;
         }

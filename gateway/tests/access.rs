@@ -264,6 +264,29 @@ async fn names_are_unique_in_a_workspace_and_nobody_looks_into_another_s() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn request_ids_of_one_workspace_mean_nothing_in_another() {
+    let world = World::new(Script::default()).await;
+    let admin = world.channel().await;
+    workspace(&admin, "team").await;
+    let mut client = SandboxesClient::new(admin.clone());
+    let create = |name: &str, id: &str| v1::CreateSandboxRequest {
+        name: name.into(),
+        request_id: id.into(),
+        ..Default::default()
+    };
+    let one = client.create(create("box", "id-1")).await.unwrap().into_inner();
+    let other = client.create(create("team/box", "id-1")).await.unwrap().into_inner();
+    assert_ne!(one.id, other.id);
+    for (name, made) in [("box", &one), ("team/box", &other)] {
+        assert_eq!(client.create(create(name, "id-1")).await.unwrap().into_inner().id, made.id);
+    }
+    let reused = client.create(create("team/more", "id-1")).await.unwrap_err();
+    assert!(reused.message().contains("'id-1'"), "{reused:?}");
+    // Nor does one that looks like another workspace's.
+    assert!(client.create(create("more", "team\u{1f}id-1")).await.is_err());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn viewers_see_the_names_of_variables_and_only_editors_their_values() {
     let world = World::new(Script::default()).await;
     let admin = world.channel().await;
@@ -276,7 +299,8 @@ async fn viewers_see_the_names_of_variables_and_only_editors_their_values() {
         ..Default::default()
     };
     TemplatesClient::new(admin.clone()).create(request).await.unwrap();
-    let request = v1::CreateSandboxRequest { name: "team/box".into(), spec: Some(spec), ..Default::default() };
+    let request =
+        v1::CreateSandboxRequest { name: "team/box".into(), spec: Some(spec), ..Default::default() };
     SandboxesClient::new(admin.clone()).create(request).await.unwrap();
     let within = v1::CreateTokenRequest { sandbox: "team/box".into(), ..Default::default() };
     for (secret, seen) in [
@@ -290,7 +314,13 @@ async fn viewers_see_the_names_of_variables_and_only_editors_their_values() {
         };
         let mut client = SandboxesClient::with_interceptor(admin.clone(), as_them);
         let mut shown = vec![
-            client.get(v1::GetSandboxRequest { sandbox: "box".into() }).await.unwrap().into_inner().spec.unwrap(),
+            client
+                .get(v1::GetSandboxRequest { sandbox: "box".into() })
+                .await
+                .unwrap()
+                .into_inner()
+                .spec
+                .unwrap(),
         ];
         if let Ok(listed) = client.list(v1::ListSandboxesRequest::default()).await {
             shown.push(listed.into_inner().sandboxes.remove(0).spec.unwrap());

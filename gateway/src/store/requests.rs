@@ -6,7 +6,7 @@ use rusqlite::{
     Connection, OptionalExtension as _,
     types::{FromSql, ToSql},
 };
-use torpor_sandbox::id::clip;
+use torpor_sandbox::{id::clip, spec::DEFAULT_WORKSPACE};
 
 use super::{
     Applied, Record, Store, StoreError, now,
@@ -16,15 +16,31 @@ use super::{
 /// How long a request id is remembered, milliseconds.
 const REQUESTS_MS: i64 = 24 * 3600 * 1000;
 
+/// Parts the place of an id from the id, which holds no such character.
+const PART: char = '\u{1f}';
+
 /// A caller's own id of its request: a retry with it returns the first result.
 #[derive(Clone, Debug)]
 pub struct RequestKey {
-    /// The id.
+    /// The id, with its place before it where that is not the default workspace.
     pub id: String,
     /// The verb: an id is good for one.
     pub verb: &'static str,
     /// Stands for everything that was asked for: an id is good for one request.
     pub fingerprint: String,
+}
+
+impl RequestKey {
+    /// An id of `place`.
+    pub fn new(place: &str, id: &str, verb: &'static str, fingerprint: String) -> Self {
+        let id = if place == DEFAULT_WORKSPACE { id.to_owned() } else { format!("{place}{PART}{id}") };
+        Self { id, verb, fingerprint }
+    }
+
+    /// As its caller wrote it.
+    fn said(&self) -> &str {
+        self.id.rsplit(PART).next().unwrap_or_default()
+    }
 }
 
 /// A table of requests: id, verb, fingerprint, what came of it, and when.
@@ -48,7 +64,7 @@ impl Requests {
             Some((verb, fingerprint, result)) if verb == key.verb && fingerprint == key.fingerprint => {
                 Ok(Some(result))
             }
-            Some(_) => Err(StoreError::RequestReused(clip(&key.id))),
+            Some(_) => Err(StoreError::RequestReused(clip(key.said()))),
             None => Ok(None),
         }
     }

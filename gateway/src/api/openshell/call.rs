@@ -173,6 +173,6 @@ impl Call {
         }
         let workspace = self.caller.current();
         let asked = format!("{workspace} {:x}", Sha256::digest(asked.encode_to_vec()));
-        request_key(Some(id), verb, &asked)
+        request_key(workspace, Some(id), verb, &asked)
     }
 }
