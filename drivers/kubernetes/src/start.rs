@@ -69,7 +69,7 @@ impl Inner {
             self.bring_up(id, &spec, record, &turn).await?;
             return Ok(Change::Already);
         }
-        self.check_data(id, &spec).await?;
+        self.check_data(id, &spec, &found).await?;
         self.see_no_pod(id).await?;
         self.pause_after_failures(id).await;
         let (inner, wanted) = (self.clone(), id.clone());
@@ -79,12 +79,24 @@ impl Inner {
         Ok(Change::Done)
     }
 
-    /// A claim that is gone is never made anew.
-    async fn check_data(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<(), DriverError> {
+    /// A claim that is gone is never made anew. Which there must be is told by the object: the configuration may be another
+    /// one by now.
+    async fn check_data(
+        &self,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        found: &Sandbox,
+    ) -> Result<(), DriverError> {
         let namespace = self.namespace_for(&spec.workspace);
         let api = self.cluster.claims(&namespace);
-        if manifest::has_own_claim(&self.config, spec) {
-            let object = claim_name(id);
+        let (own, others): (Vec<&str>, Vec<&str>) =
+            found.spec.claims().partition(|claim| *claim == claim_name(id));
+        let mut own: Vec<String> = own.into_iter().map(str::to_owned).collect();
+        if Seen::from(found).run > 0 {
+            // The controller makes those of templates, and would make an empty one in the place of one that is gone.
+            own.extend(found.spec.made_claims(&name(id)));
+        }
+        for object in own {
             match self.get_claim(&api, &object).await? {
                 Some(claim) if claim.metadata.deletion_timestamp.is_none() => {}
                 Some(_) => {
@@ -94,7 +106,7 @@ impl Inner {
                 None => return Err(DriverError::DataMissing(format!("the claim {object} is gone"))),
             }
         }
-        for claim in manifest::claims_of(spec) {
+        for claim in others {
             if self.get_claim(&api, claim).await?.is_none() {
                 let text = format!("there is no claim '{claim}' in the namespace {namespace}");
                 return Err(DriverError::MountMissing(text));
@@ -141,7 +153,7 @@ impl Inner {
         if let Some(failures) = failures
             && failures.count > 1
         {
-            let pause = Duration::from_secs(1 << (failures.count - 2).min(6)).min(LONGEST_PAUSE);
+            let pause = pause_after(failures.count);
             let left = pause.saturating_sub(failures.last.elapsed());
             tracing::info!(%id, failures = failures.count, ?left, "its pods fail one after the other");
             sleep(left).await;
@@ -363,6 +375,14 @@ impl Inner {
     }
 }
 
+/// How long after so many pods that failed one after the other the next one is asked for: the first at once.
+fn pause_after(failures: u32) -> Duration {
+    match failures {
+        0 | 1 => Duration::ZERO,
+        more => Duration::from_secs(1 << (more - 2).min(6)).min(LONGEST_PAUSE),
+    }
+}
+
 /// The object is gone, and never made anew: somebody wanted it so.
 fn missing(id: &SandboxId) -> DriverError {
     DriverError::DataMissing(format!(
@@ -411,5 +431,17 @@ fn request(live: &Live, spec: &SandboxSpec) -> ConfigureRequest {
         environment: spec.environment.clone().into_iter().collect(),
         main,
         ..ConfigureRequest::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pods_that_fail_one_after_the_other_are_asked_for_slower_each_time() {
+        let pauses: Vec<u64> = (0..10).map(|count| pause_after(count).as_secs()).collect();
+        assert_eq!(pauses, [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]);
+        assert_eq!(pause_after(u32::MAX), LONGEST_PAUSE);
     }
 }
