@@ -1,6 +1,7 @@
 //! Start: the Sandbox is told to run, and the agent of its new pod configured for the run.
 
 use std::{
+    collections::BTreeMap,
     sync::{Arc, PoisonError},
     time::{Duration, SystemTime},
 };
@@ -67,6 +68,7 @@ impl Inner {
                 DriverError::Invalid(text)
             })?;
             self.bring_up(id, &spec, record, &turn).await?;
+            self.note_claims(id, &spec, &found).await?;
             return Ok(Change::Already);
         }
         self.check_data(id, &spec, &found).await?;
@@ -76,7 +78,25 @@ impl Inner {
         let record = self.step(id, &turn, async move { inner.wake(&wanted, run).await }).await?;
         hit("kubernetes.start.woken")?;
         self.bring_up(id, &spec, record, &turn).await?;
+        self.note_claims(id, &spec, &found).await?;
         Ok(Change::Done)
+    }
+
+    /// Notes which claims the controller has made, so that others in their place are told from them.
+    async fn note_claims(
+        &self,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        found: &Sandbox,
+    ) -> Result<(), DriverError> {
+        let api = self.cluster.claims(&self.namespace_for(&spec.workspace));
+        let mut claims = BTreeMap::new();
+        for object in found.spec.made_claims(&name(id)) {
+            if let Some(uid) = self.get_claim(&api, &object).await?.and_then(|claim| claim.metadata.uid) {
+                claims.insert(object, uid);
+            }
+        }
+        if claims == self.store.claims(id)? { Ok(()) } else { self.store.note_claims(id, &claims) }
     }
 
     /// A claim that is gone is never made anew. Which there must be is told by the object: the configuration may be another
@@ -96,9 +116,21 @@ impl Inner {
             // The controller makes those of templates, and would make an empty one in the place of one that is gone.
             own.extend(found.spec.made_claims(&name(id)));
         }
+        let noted = self.store.claims(id)?;
         for object in own {
             match self.get_claim(&api, &object).await? {
-                Some(claim) if claim.metadata.deletion_timestamp.is_none() => {}
+                Some(claim) if claim.metadata.deletion_timestamp.is_none() => {
+                    let meta = &claim.metadata;
+                    let another = noted.get(&object).is_some_and(|uid| meta.uid.as_ref() != Some(uid));
+                    // One that somebody has put there, from a backup, is nobody's.
+                    let made = meta.owner_references.iter().flatten().any(|o| o.controller == Some(true));
+                    if another && made {
+                        let text = format!(
+                            "the claim {object} was deleted, and the controller has made an empty one"
+                        );
+                        return Err(DriverError::DataMissing(text));
+                    }
+                }
                 Some(_) => {
                     let text = format!("the claim {object} is being deleted by somebody else");
                     return Err(DriverError::DataMissing(text));

@@ -218,7 +218,19 @@ async fn a_template_claim_that_is_gone_is_missing_and_not_made_anew() {
     bench.server.remove("persistentvolumeclaims", &claim);
     let missing = driver.start(&id, Keep::Disk, Run(2)).await;
     assert!(matches!(&missing, Err(DriverError::DataMissing(text)) if text.contains(&claim)), "{missing:?}");
-    assert!(bench.server.names("persistentvolumeclaims").is_empty());
+    // The controller may have made another one by then, or makes it now: it is no workspace of this sandbox.
+    bench
+        .server
+        .change("sandboxes", &object(&id), |object| object["metadata"]["annotations"]["x"] = json!("y"));
+    until("an empty one", async || bench.server.object("persistentvolumeclaims", &claim).is_some()).await;
+    let missing = driver.start(&id, Keep::Disk, Run(2)).await;
+    assert!(matches!(&missing, Err(DriverError::DataMissing(text)) if text.contains(&claim)), "{missing:?}");
+    assert!(bench.server.names("pods").is_empty());
+    // One from a backup is.
+    bench
+        .server
+        .change("persistentvolumeclaims", &claim, |claim| claim["metadata"]["ownerReferences"] = json!([]));
+    driver.start(&id, Keep::Disk, Run(2)).await.unwrap();
 }
 
 #[tokio::test]
