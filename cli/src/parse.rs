@@ -85,6 +85,48 @@ pub fn endpoint(text: &str) -> Result<v1::Endpoint, String> {
     Ok(v1::Endpoint { name: name.to_owned(), port: port.into(), http_path: rest[end..].to_owned() })
 }
 
+/// A key and a value of `driver_config`: the value is JSON, or the text that it is.
+pub fn config(text: &str) -> Result<(String, prost_types::Value), String> {
+    let (key, value) = pair(text)?;
+    let value = serde_json::from_str(&value).unwrap_or(serde_json::Value::String(value));
+    Ok((key, wire(value)))
+}
+
+fn wire(value: serde_json::Value) -> prost_types::Value {
+    use prost_types::{ListValue, Struct, value::Kind};
+    use serde_json::Value;
+    let kind = match value {
+        Value::Null => Kind::NullValue(0),
+        Value::Bool(yes) => Kind::BoolValue(yes),
+        Value::Number(number) => Kind::NumberValue(number.as_f64().unwrap_or_default()),
+        Value::String(text) => Kind::StringValue(text),
+        Value::Array(all) => Kind::ListValue(ListValue { values: all.into_iter().map(wire).collect() }),
+        Value::Object(all) => {
+            Kind::StructValue(Struct { fields: all.into_iter().map(|(k, v)| (k, wire(v))).collect() })
+        }
+    };
+    prost_types::Value { kind: Some(kind) }
+}
+
+/// JSON of what `driver_config` says, to show it.
+pub fn json(value: &prost_types::Value) -> serde_json::Value {
+    use prost_types::value::Kind;
+    use serde_json::Value;
+    match &value.kind {
+        None | Some(Kind::NullValue(_)) => Value::Null,
+        Some(Kind::BoolValue(yes)) => (*yes).into(),
+        Some(Kind::NumberValue(number)) if number.fract() == 0.0 && number.abs() < 9e15 => {
+            (*number as i64).into()
+        }
+        Some(Kind::NumberValue(number)) => (*number).into(),
+        Some(Kind::StringValue(text)) => text.as_str().into(),
+        Some(Kind::ListValue(list)) => Value::Array(list.values.iter().map(json).collect()),
+        Some(Kind::StructValue(inner)) => {
+            Value::Object(inner.fields.iter().map(|(key, value)| (key.clone(), json(value))).collect())
+        }
+    }
+}
+
 /// How a limit of a wait is meant: 0 is none.
 pub fn limit(timeout: Duration) -> Option<Duration> {
     (!timeout.is_zero()).then_some(timeout)

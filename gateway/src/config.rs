@@ -26,6 +26,8 @@ pub struct Config {
     pub tcp: Vec<TcpConfig>,
     /// What is said in HTTP beside gRPC.
     pub http: HttpConfig,
+    /// Figures for Prometheus, and probes.
+    pub metrics: MetricsConfig,
     /// Whose bearer tokens are trusted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oidc: Option<OidcConfig>,
@@ -148,6 +150,39 @@ impl HttpConfig {
             return wrong("http.expose_domain", format!("'{}' is no domain name", self.expose_domain));
         }
         Ok(())
+    }
+}
+
+/// Figures for Prometheus, and probes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MetricsConfig {
+    /// "ADDRESS:PORT"; empty: nowhere.
+    pub address: String,
+    /// Others than this host may reach it, though nobody is asked who they are there.
+    pub public: bool,
+}
+
+impl MetricsConfig {
+    /// Where it is, if anywhere.
+    ///
+    /// # Errors
+    /// No address, or one that others reach when that isn't meant.
+    pub fn listen(&self) -> Result<Option<std::net::SocketAddr>, ConfigError> {
+        let wrong = |problem| Err(ConfigError::Value { key: "metrics.address", problem });
+        if self.address.is_empty() {
+            return Ok(None);
+        }
+        let Ok(address) = self.address.parse::<std::net::SocketAddr>() else {
+            return wrong(format!("'{}' is no ADDRESS:PORT", self.address.escape_debug()));
+        };
+        if !self.public && !address.ip().is_loopback() {
+            let problem = format!(
+                "others reach {address}, and nobody is asked who they are there; `public = true` allows that"
+            );
+            return wrong(problem);
+        }
+        Ok(Some(address))
     }
 }
 
@@ -275,6 +310,7 @@ impl Default for Config {
             admins: std::collections::BTreeSet::new(),
             tcp: Vec::new(),
             http: HttpConfig::default(),
+            metrics: MetricsConfig::default(),
             oidc: None,
             drivers: vec!["vm".to_owned()],
             default_driver: String::new(),
@@ -383,6 +419,7 @@ impl Config {
         }
         self.tcp.iter().try_for_each(TcpConfig::validate)?;
         self.http.validate()?;
+        self.metrics.listen()?;
         if let Some(oidc) = &self.oidc
             && !(oidc.jwks.starts_with("https://") || oidc.jwks.starts_with('/'))
         {
@@ -495,6 +532,21 @@ mod tests {
     fn an_unknown_key_is_refused_by_name() {
         let error = toml::from_str::<Config>("state_dirr = '/x'").unwrap_err().to_string();
         assert!(error.contains("state_dirr"), "{error}");
+    }
+
+    #[test]
+    fn figures_are_shown_to_others_only_when_that_is_said() {
+        let with = |address: &str, public| {
+            let metrics = MetricsConfig { address: address.to_owned(), public };
+            Config { metrics, ..Config::default() }.validate().map_err(|error| error.to_string())
+        };
+        with("127.0.0.1:9464", false).unwrap();
+        with("[::1]:9464", false).unwrap();
+        with("0.0.0.0:9464", true).unwrap();
+        assert!(with("0.0.0.0:9464", false).unwrap_err().contains("public = true"));
+        for odd in ["9464", ":9464", "localhost", "http://127.0.0.1:1"] {
+            assert!(with(odd, true).unwrap_err().contains("metrics.address"), "{odd}");
+        }
     }
 
     #[test]

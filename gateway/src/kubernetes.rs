@@ -1,6 +1,10 @@
 //! The kubernetes driver's part of the configuration, and what its doctor finds.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    time::Duration,
+};
 
 use serde::{Deserialize, Serialize};
 use torpor_driver_kubernetes::{ConfigError, KubernetesConfig, diagnose};
@@ -44,6 +48,12 @@ pub struct KubernetesSection {
     pub node_selector: BTreeMap<String, String>,
     /// Further fields of every pod, of those that may be set.
     pub pod: toml::Table,
+    /// What the `driver_config` of a sandbox or template may say.
+    pub driver_config: BTreeSet<String>,
+    /// The agent's image is mounted as a volume, in place of an init container that copies it.
+    pub agent_volume: bool,
+    /// How agents are reached: "exec", by the API server.
+    pub agent_link: String,
 }
 
 impl Default for KubernetesSection {
@@ -65,6 +75,9 @@ impl Default for KubernetesSection {
             namespaces: BTreeMap::new(),
             node_selector: BTreeMap::new(),
             pod: toml::Table::new(),
+            driver_config: driver.driver_config,
+            agent_volume: driver.agent_volume,
+            agent_link: "exec".to_owned(),
         }
     }
 }
@@ -75,6 +88,13 @@ impl KubernetesSection {
     /// # Errors
     /// A value under `pod` that no object of a cluster can have.
     pub fn for_driver(&self, config: &Config) -> Result<KubernetesConfig, ConfigError> {
+        if self.agent_link != "exec" {
+            let problem = format!(
+                "'{}' is not possible in this version: agents are reached by the API server's exec (\"exec\")",
+                self.agent_link.escape_debug()
+            );
+            return Err(ConfigError::Value { key: "agent_link", problem });
+        }
         let given = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
         let pod = serde_json::to_value(&self.pod)
             .map_err(|error| ConfigError::Value { key: "pod", problem: error.to_string() })?;
@@ -91,6 +111,8 @@ impl KubernetesSection {
             workspace_bytes: self.workspace_bytes,
             claim_templates: self.claim_templates,
             pod: pod.as_object().cloned().unwrap_or_default(),
+            driver_config: self.driver_config.clone(),
+            agent_volume: self.agent_volume,
             start_timeout: Duration::from_secs(config.boot_timeout_seconds),
             stop_margin: Duration::from_secs(self.stop_margin_seconds),
             compare_every: Duration::from_secs(self.compare_seconds.max(1)),
@@ -131,6 +153,7 @@ mod tests {
     #[test]
     fn a_section_comes_to_the_driver_as_it_is_written() {
         let text = "[kubernetes]\nnamespace = 'boxes'\nruntime_class = 'kata'\n\
+                    driver_config = ['nodeSelector']\nagent_volume = true\n\
                     [kubernetes.namespaces]\nteam = 'team-boxes'\n\
                     [[kubernetes.pod.tolerations]]\nkey = 'sandboxes'\noperator = 'Exists'\n";
         let config: Config = toml::from_str(text).unwrap();
@@ -141,7 +164,11 @@ mod tests {
         );
         assert_eq!((driver.storage_class, driver.kubeconfig), (None, None));
         assert_eq!(driver.namespaces["team"], "team-boxes");
+        assert!(driver.driver_config.contains("nodeSelector") && driver.agent_volume);
         assert_eq!(driver.pod["tolerations"][0]["key"], "sandboxes");
         assert!(driver.agent_image.starts_with("torpor-agent:"));
+        let config: Config = toml::from_str("[kubernetes]\nagent_link = 'mtls'").unwrap();
+        let refused = config.kubernetes.for_driver(&config).unwrap_err().to_string();
+        assert!(refused.contains("agent_link") && refused.contains("'mtls'"), "{refused}");
     }
 }

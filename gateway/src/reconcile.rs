@@ -16,7 +16,7 @@ use std::{
 
 use futures::{FutureExt as _, StreamExt as _};
 use rand::Rng as _;
-use tokio::sync::{Notify, Semaphore, broadcast};
+use tokio::sync::{Notify, broadcast};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_netpool::policy::Want;
 use torpor_sandbox::{
@@ -28,6 +28,8 @@ use crate::{
     drivers::Drivers,
     error::with_causes,
     maintenance::Maintenance,
+    metrics::DriverCalls,
+    pools::{Call, Load, Pool, verb_name},
     pressure::Pressure,
     progress::{Progress, Trouble},
     service::Service,
@@ -67,9 +69,11 @@ pub struct Reconciler {
     workers: Mutex<HashMap<SandboxId, Arc<Worker>>>,
     /// Those that wait for something of the host.
     hungry: Mutex<HashSet<SandboxId>>,
-    boots: Semaphore,
-    stops: Semaphore,
-    others: Semaphore,
+    boots: Pool,
+    stops: Pool,
+    others: Pool,
+    /// What drivers were asked for.
+    pub driver_calls: DriverCalls,
     tasks: TaskTracker,
     end: CancellationToken,
 }
@@ -134,12 +138,22 @@ impl Reconciler {
             pressure: service.pressure.clone(),
             workers: Mutex::default(),
             hungry: Mutex::default(),
-            boots: Semaphore::new(cpus * BOOTS_PER_CPU),
-            stops: Semaphore::new(STOPS),
-            others: Semaphore::new(OTHERS),
+            boots: Pool::new("start", cpus * BOOTS_PER_CPU),
+            stops: Pool::new("stop", STOPS),
+            others: Pool::new("other", OTHERS),
+            driver_calls: DriverCalls::default(),
             tasks: TaskTracker::new(),
             end: service.end.clone(),
         })
+    }
+
+    /// What there is to do now.
+    pub fn load(&self) -> Load {
+        Load {
+            active: locked(&self.workers).len(),
+            hungry: locked(&self.hungry).len(),
+            pools: [self.boots.load(), self.stops.load(), self.others.load()],
+        }
     }
 
     /// Follows changes and hints until the gateway ends.
@@ -323,10 +337,10 @@ impl Reconciler {
         if hit("reconcile.turn").is_err() {
             return Turn::Later(backoff.next());
         }
-        let observed = match driver.observe(id).await {
-            Ok(observed) => observed,
-            Err(error) => Observed::Unknown(error.to_string()),
-        };
+        let call = Call::begin(&self.driver_calls, &record.spec.driver, "observe");
+        let observed = driver.observe(id).await;
+        call.end(observed.as_ref().err().map(DriverError::reason));
+        let observed = observed.unwrap_or_else(|error| Observed::Unknown(error.to_string()));
         let nothing_runs = matches!(observed, Observed::Stopped { .. } | Observed::Missing);
         match step(&record.state, &observed) {
             Step::Rest if nothing_runs => self.rest(&record, backoff).await,
@@ -482,7 +496,7 @@ impl Reconciler {
         // While it waits for its turn a worker is small.
         let mut place = Box::pin(async {
             self.past_operations(record, &verb).await;
-            self.pool(&verb).acquire().await
+            self.pool(&verb).place().await
         });
         let permit = loop {
             tokio::select! {
@@ -496,6 +510,7 @@ impl Reconciler {
         };
         drop(place);
         let Ok(permit) = permit else { return Turn::Later(backoff.next()) };
+        let call = Call::begin(&self.driver_calls, &record.spec.driver, verb_name(&verb));
         let mut doing = Box::pin(self.perform(record, driver, &verb));
         let result = loop {
             tokio::select! {
@@ -509,6 +524,7 @@ impl Reconciler {
             }
         };
         drop((doing, permit));
+        call.end(result.as_ref().err().map(DriverError::reason));
         match result {
             Ok(Done::Look) => Turn::Again,
             Ok(Done::Event { event, release }) => {
@@ -556,7 +572,7 @@ impl Reconciler {
     }
 
     /// How many verbs of a kind are done at once.
-    fn pool(&self, verb: &Step) -> &Semaphore {
+    fn pool(&self, verb: &Step) -> &Pool {
         match verb {
             Step::Start(_) => &self.boots,
             // Stops wait for guests, which may take their time: they have places of their own.

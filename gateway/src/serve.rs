@@ -42,6 +42,10 @@ use crate::{
     expose::Listeners,
     listen,
     mainlog::MainLogs,
+    metrics::{
+        self,
+        calls::{Calls, Counted},
+    },
     orphans::Orphans,
     pressure::Pressure,
     progress::Progress,
@@ -204,6 +208,13 @@ impl Gateway {
         for one in &config.tcp {
             listeners.push(listen::tcp(one).await?);
         }
+        let figures = match config.metrics.listen()? {
+            Some(address) => {
+                let failed = |source| ServeError::Listen { at: address.to_string(), source };
+                Some(tokio::net::TcpListener::bind(address).await.map_err(failed)?)
+            }
+            None => None,
+        };
         hit("serve.listening").map_err(StoreError::from)?;
         let end = CancellationToken::new();
         refuse_lost_database(&store, &config.state_dir).await?;
@@ -258,11 +269,19 @@ impl Gateway {
         );
         let access = Arc::new(access.await?);
         let routes = services(service.clone(), gateway_id, &config).await.prepare();
-        let front = web::front(Guard::new(routes, access.clone()), access, &service, &config.http)?;
+        let calls = Arc::<Calls>::default();
+        let counted = Counted::new(Guard::new(routes, access.clone()), calls.clone());
+        let front = web::front(counted, access, &service, &config.http)?;
         let servers = listeners.into_iter();
-        let servers = servers
+        let mut servers: Vec<_> = servers
             .map(|listener| tokio::spawn(listen::serve(listener, front.clone(), end.clone())))
             .collect();
+        if let Some(listener) = figures {
+            let (service, reconciler, started) =
+                (service.clone(), reconciler.clone(), std::time::Instant::now());
+            let sources = Arc::new(metrics::Sources { service, reconciler, calls, started });
+            servers.push(tokio::spawn(metrics::serve(listener, sources, end.clone())));
+        }
         let turns = tokio::spawn(reconciler.clone().run());
         // It looks at every record and disk, so nobody waits for it.
         let orphans = Orphans {

@@ -2,14 +2,15 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 use torpor_images::{Catalog, Kernels};
 use torpor_netpool::policy::Budget;
 use torpor_sandbox::{
-    ComputeDriver, Egress, Endpoint, Event, Facts, Keep, Phase, Request, Resources, RestartPolicy, SandboxId,
-    SandboxName, SandboxSpec, Volume,
+    ComputeDriver, DriverError, Egress, Endpoint, Event, Facts, Keep, Phase, Request, Resources,
+    RestartPolicy, SandboxId, SandboxName, SandboxSpec, Volume,
     failpoint::hit,
     lifecycle::may_reach,
     spec::{DEFAULT_WORKSPACE, HostLimits, qualified, unqualified, validate_annotations, validate_labels},
@@ -121,6 +122,8 @@ pub struct Wish {
     pub volumes: Vec<Volume>,
     /// Servers that are looked at.
     pub endpoints: Vec<Endpoint>,
+    /// What its driver is told in the driver's own words.
+    pub driver_config: Map<String, Value>,
     /// A template of its workspace that says what is left out here.
     pub template: Option<String>,
     /// Ports that are exposed from the beginning.
@@ -222,7 +225,7 @@ impl Service {
         validate_labels(&wish.labels)?;
         validate_annotations(&wish.annotations)?;
         self.fill_in(&mut wish).await?;
-        host_files(&mut wish)?;
+        self.host_files(&mut wish)?;
         let expose = std::mem::take(&mut wish.expose);
         let (labels, annotations) = (wish.labels.clone(), wish.annotations.clone());
         // Before the gate: it may take minutes, and no image of the catalog is meant.
@@ -275,13 +278,23 @@ impl Service {
         spec: &SandboxSpec,
         driver: &Arc<dyn ComputeDriver>,
     ) -> Result<(), ApiError> {
+        if !spec.driver_config.is_empty() && !driver.takes_config() {
+            let problem = format!("the {} driver takes none", spec.driver);
+            return Err(ApiError::invalid("driver_config", problem));
+        }
         if driver.is_of_this_host() {
             spec.validate(self.host)?;
             self.fits(spec)?;
         } else {
             spec.validate(HostLimits::UNKNOWN)?;
         }
-        Ok(driver.check(spec)?)
+        match driver.check(spec) {
+            Err(DriverError::Invalid(text)) if text.starts_with("driver_config.") => {
+                let (field, problem) = text.split_once(": ").unwrap_or((&text, "not possible"));
+                Err(ApiError::invalid(field, problem))
+            }
+            checked => Ok(checked?),
+        }
     }
 
     /// Refuses what could never be lent, however long it waited.
@@ -377,7 +390,46 @@ impl Service {
             egress: checked(wish.egress)?,
             volumes: wish.volumes,
             endpoints: wish.endpoints,
+            driver_config: wish.driver_config,
         })
+    }
+
+    /// Files of the host are for those who may do everything: a folder of it in a container, or a kernel of it that is
+    /// copied. Volumes by name belong to a workspace.
+    fn host_files(&self, wish: &mut Wish) -> Result<(), ApiError> {
+        let refused = |field: &str, whose: &str| {
+            let message = format!("{field}: {whose} are for its administrators");
+            ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", message)
+        };
+        let files = "files of the gateway's host";
+        if wish.kernel.is_some() && !wish.trusted {
+            return Err(refused("kernel", files));
+        }
+        if wish.volumes.is_empty() {
+            return Ok(());
+        }
+        let workspace = wish.workspace.as_deref().unwrap_or(DEFAULT_WORKSPACE);
+        let name = wish.driver.as_deref().filter(|name| !name.is_empty());
+        let driver = self.driver(name.unwrap_or_else(|| self.drivers.default_name()))?;
+        if !driver.is_of_this_host() {
+            // Names there are the cluster's, and a path is a folder in one of them. Others may have theirs in the same place.
+            let own = workspace == DEFAULT_WORKSPACE || driver.has_place_of_its_own(workspace);
+            let shared = "volumes where several workspaces have theirs";
+            return if own || wish.trusted { Ok(()) } else { Err(refused("volumes", shared)) };
+        }
+        if !wish.trusted && wish.volumes.iter().any(Volume::is_bind) {
+            return Err(refused("volumes", files));
+        }
+        for volume in wish.volumes.iter_mut().filter(|volume| !volume.is_bind()) {
+            if volume.source.starts_with(WORKSPACE_VOLUME) {
+                let problem = format!("names under '{WORKSPACE_VOLUME}' are those of workspaces");
+                return Err(ApiError::invalid("volumes", problem));
+            }
+            if workspace != DEFAULT_WORKSPACE {
+                volume.source = format!("{WORKSPACE_VOLUME}{workspace}.{}", volume.source);
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn driver(&self, name: &str) -> Result<Arc<dyn ComputeDriver>, ApiError> {
@@ -398,6 +450,13 @@ impl Service {
     pub async fn request(&self, target: Target, request: Request) -> Result<Applied, ApiError> {
         let asked = format!("{} {request:?}", target.sandbox);
         let key = request_key(place_of(&target.sandbox), target.request_id, request.verb(), &asked)?;
+        // Most of the time no record need be read for that.
+        if request != Request::Delete && self.drivers.all().any(|driver| driver.lacks().is_some()) {
+            let record = self.store.get(&target.sandbox).await?;
+            if let Some(lack) = self.driver(&record.spec.driver)?.lacks() {
+                return Err(ApiError::from(lack).about(&record).with("next", "torpor doctor"));
+            }
+        }
         if request == Request::Suspend(Keep::Memory) {
             let record = self.store.get(&target.sandbox).await?;
             let capabilities = self.driver(&record.spec.driver)?.capabilities();
@@ -549,32 +608,6 @@ impl Service {
         })?;
         Ok((record, channel, session))
     }
-}
-
-/// Files of the host are for those who may do everything: a folder of it in a container, or a kernel of it that is
-/// copied. Volumes by name belong to a workspace.
-fn host_files(wish: &mut Wish) -> Result<(), ApiError> {
-    let workspace = wish.workspace.as_deref().unwrap_or(DEFAULT_WORKSPACE);
-    if !wish.trusted {
-        let field = match wish.volumes.iter().any(Volume::is_bind) {
-            true => Some("volumes"),
-            false => wish.kernel.as_ref().map(|_| "kernel"),
-        };
-        if let Some(field) = field {
-            let message = format!("{field}: files of the gateway's host are for its administrators");
-            return Err(ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", message));
-        }
-    }
-    for volume in wish.volumes.iter_mut().filter(|volume| !volume.is_bind()) {
-        if volume.source.starts_with(WORKSPACE_VOLUME) {
-            let problem = format!("names under '{WORKSPACE_VOLUME}' are those of workspaces");
-            return Err(ApiError::invalid("volumes", problem));
-        }
-        if workspace != DEFAULT_WORKSPACE {
-            volume.source = format!("{WORKSPACE_VOLUME}{workspace}.{}", volume.source);
-        }
-    }
-    Ok(())
 }
 
 fn cannot_reach(record: &Record, wanted: Phase) -> ApiError {

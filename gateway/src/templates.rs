@@ -6,6 +6,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use torpor_sandbox::{
     Egress, Endpoint, Resources, RestartPolicy, SandboxName, SandboxSpec, Volume,
     spec::{DEFAULT_WORKSPACE, validate_annotations, validate_labels},
@@ -63,6 +64,9 @@ pub struct TemplateSpec {
     pub volumes: Vec<Volume>,
     /// Servers that are looked at; empty: not said.
     pub endpoints: Vec<Endpoint>,
+    /// What its driver is told in the driver's own words.
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    pub driver_config: Map<String, Value>,
 }
 
 /// A change of a template; what is none is left alone.
@@ -107,6 +111,10 @@ impl TemplateSpec {
         or(&mut wish.egress, self.egress);
         or_list(&mut wish.volumes, self.volumes);
         or_list(&mut wish.endpoints, self.endpoints);
+        for (key, value) in self.driver_config {
+            // The keys of both, as of every map; `serde_json::Map` has an entry of its own.
+            wish.driver_config.entry(key).or_insert(value);
+        }
     }
 
     /// What it would be with nothing else said, for a check of its fields.
@@ -137,6 +145,7 @@ impl TemplateSpec {
             egress: this.egress,
             volumes: this.volumes,
             endpoints: this.endpoints,
+            driver_config: this.driver_config,
         }
     }
 }

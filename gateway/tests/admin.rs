@@ -150,6 +150,7 @@ fn spec(name: &str) -> SandboxSpec {
         workspace: "default".to_owned(),
         volumes: Vec::new(),
         endpoints: Vec::new(),
+        driver_config: Default::default(),
     }
 }
 

@@ -33,7 +33,12 @@ fn config(dir: &Path) -> Config {
         run_dir: dir.join("run"),
         listen: format!("unix://{}/gateway.sock", dir.display()),
         drivers: vec!["kubernetes".into()],
-        kubernetes: KubernetesSection { kubeconfig: dir.join("kubeconfig"), ..KubernetesSection::default() },
+        kubernetes: KubernetesSection {
+            kubeconfig: dir.join("kubeconfig"),
+            driver_config: ["nodeSelector", "runtimeClassName"].map(str::to_owned).into(),
+            namespaces: [("team".to_owned(), "default".to_owned())].into(),
+            ..KubernetesSection::default()
+        },
         ..Config::default()
     }
 }
@@ -304,6 +309,8 @@ async fn drains_are_mended_and_memory_and_a_missing_kind_are_refused() {
     until(&channel, &[None], "delete").await.unwrap();
     assert!(host.cluster.names("persistentvolumeclaims").is_empty());
 
+    let spec = Some(v1::SandboxSpec { image: "tiny:1".into(), ..Default::default() });
+    client.create(v1::CreateSandboxRequest { spec, ..common::create("a") }).await.unwrap();
     host.cluster.upgrade(Generation::Absent);
     let spec = Some(v1::SandboxSpec { image: "tiny:1".into(), ..Default::default() });
     let create = v1::CreateSandboxRequest { name: "b".into(), spec, ..Default::default() };
@@ -315,6 +322,149 @@ async fn drains_are_mended_and_memory_and_a_missing_kind_are_refused() {
         assert!(Instant::now() < end, "a create was never refused");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+    // So is every other verb of one that is there, and nothing is written; a repeat when the kind is back is done.
+    let get = || v1::GetSandboxRequest { sandbox: "a".into() };
+    let before = client.get(get()).await.unwrap().into_inner();
+    let suspend = || v1::SuspendRequest { target: no_wait("a"), keep: 0 };
+    let refused = client.suspend(suspend()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused:?}");
+    assert!(refused.message().contains("agent-sandbox is not installed"), "{refused:?}");
+    assert_eq!(client.get(get()).await.unwrap().into_inner().version, before.version);
+    host.cluster.upgrade(Generation::Stable);
+    let end = Instant::now() + PATIENCE;
+    while client.suspend(suspend()).await.is_err() {
+        assert!(Instant::now() < end, "it is never allowed again");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    until(&channel, &[Some(Phase::Suspended)], "suspend").await.unwrap();
+}
+
+fn said(pairs: &[(&str, &str)]) -> Option<prost_types::Struct> {
+    use prost_types::{Struct, Value, value::Kind};
+    let value = |text: &str| match text.split_once('=') {
+        Some((key, inner)) => {
+            let inner = Value { kind: Some(Kind::StringValue(inner.into())) };
+            Value { kind: Some(Kind::StructValue(Struct { fields: [(key.to_owned(), inner)].into() })) }
+        }
+        None => Value { kind: Some(Kind::StringValue(text.into())) },
+    };
+    Some(Struct { fields: pairs.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect() })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_and_a_sandbox_say_what_is_allowed_and_nothing_is_written_of_anything_else() {
+    use torpor_proto::v1::templates_client::TemplatesClient;
+    let mut host = Host::new(Generation::Stable).await;
+    host.gateway.start(None);
+    let channel = host.gateway.connect().await.unwrap();
+    let mut client = SandboxesClient::new(channel.clone());
+    let mut templates = TemplatesClient::new(channel.clone());
+    let spec = |pairs: &[(&str, &str)]| {
+        Some(v1::SandboxSpec { image: "tiny:1".into(), driver_config: said(pairs), ..Default::default() })
+    };
+    let template = |name: &str, pairs: &[(&str, &str)]| v1::CreateTemplateRequest {
+        name: name.into(),
+        spec: spec(pairs),
+        ..Default::default()
+    };
+    templates
+        .create(template("t", &[("runtimeClassName", "kata"), ("nodeSelector", "disk=ssd")]))
+        .await
+        .unwrap();
+    let refused = templates.create(template("u", &[("priorityClassName", "high")])).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument, "{refused:?}");
+    assert!(refused.message().contains("driver_config.priorityClassName"), "{refused:?}");
+
+    let create = v1::CreateSandboxRequest {
+        name: "a".into(),
+        template: "t".into(),
+        spec: Some(v1::SandboxSpec {
+            driver_config: said(&[("nodeSelector", "disk=hdd")]),
+            ..Default::default()
+        }),
+        wait: true,
+        ..Default::default()
+    };
+    let made = client.create(create).await.unwrap().into_inner();
+    assert_eq!(
+        made.spec.unwrap().driver_config,
+        said(&[("runtimeClassName", "kata"), ("nodeSelector", "disk=hdd")]),
+        "the keys of both, the create's where it has one"
+    );
+    let pod = host.cluster.object("pods", &host.cluster.names("pods")[0]).unwrap();
+    assert_eq!(pod["spec"]["runtimeClassName"], json!("kata"));
+    assert_eq!(pod["spec"]["nodeSelector"], json!({"disk": "hdd"}));
+
+    for key in ["hostNetwork", "serviceAccountName", "", "runtime_class"] {
+        let create =
+            v1::CreateSandboxRequest { name: "b".into(), spec: spec(&[(key, "x")]), ..Default::default() };
+        let refused = client.create(create).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused:?}");
+        assert!(refused.message().contains(&format!("driver_config.{key}:")), "{refused:?}");
+    }
+    assert_eq!(host.cluster.names("sandboxes").len(), 1);
+    let missing = client.get(v1::GetSandboxRequest { sandbox: "b".into() }).await.unwrap_err();
+    assert_eq!(missing.code(), Code::NotFound);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_of_a_workspaces_namespace_are_mounted_by_their_own_names() {
+    use torpor_proto::v1::{access_client::AccessClient, workspaces_client::WorkspacesClient};
+    let mut host = Host::new(Generation::Stable).await;
+    host.gateway.start(None);
+    let channel = host.gateway.connect().await.unwrap();
+    let mut client = SandboxesClient::new(channel.clone());
+    let volume = |source: &str| v1::Volume { source: source.into(), target: "/data".into(), read_only: true };
+    // "team" has a namespace of its own; "other" shares one with the default workspace, whose claims are none of its.
+    for (workspace, allowed) in [("team", true), ("other", false)] {
+        let make = v1::CreateWorkspaceRequest { name: workspace.into(), ..Default::default() };
+        WorkspacesClient::new(channel.clone()).create(make).await.unwrap();
+        let role = v1::Role::Editor.into();
+        let token = v1::CreateTokenRequest {
+            name: "test".into(),
+            workspace: workspace.into(),
+            role,
+            ..Default::default()
+        };
+        let token = AccessClient::new(channel.clone()).create_token(token).await.unwrap().into_inner().secret;
+        for (n, source) in ["/data/sets", "data"].into_iter().enumerate() {
+            let spec = v1::SandboxSpec {
+                image: "tiny:1".into(),
+                volumes: vec![volume(source)],
+                ..Default::default()
+            };
+            let name = format!("{workspace}/a{n}");
+            let create = v1::CreateSandboxRequest { name, spec: Some(spec), ..Default::default() };
+            let mut asked = tonic::Request::new(create);
+            asked.metadata_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+            let code = client.create(asked).await.err().map(|status| status.code());
+            let wanted = (!allowed).then_some(Code::PermissionDenied);
+            assert_eq!(code, wanted, "{source} in {workspace}");
+        }
+    }
+    // It is in the namespace "default", where there is no such claim.
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let found =
+            client.get(v1::GetSandboxRequest { sandbox: "team/a0".into() }).await.unwrap().into_inner();
+        let failure = found.status.as_ref().and_then(|s| s.failure.clone());
+        if let Some(failure) = failure {
+            assert_eq!(failure.reason, "MOUNT_MISSING", "{failure:?}");
+            assert!(failure.message.contains("'data'") && failure.message.contains("default"), "{failure:?}");
+            break;
+        }
+        assert!(Instant::now() < end, "{:?}", found.status);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // The workspace of another sandbox is no volume, whatever the caller may.
+    let spec = v1::SandboxSpec {
+        image: "tiny:1".into(),
+        volumes: vec![volume("torpor-x-workspace")],
+        ..Default::default()
+    };
+    let create = v1::CreateSandboxRequest { name: "thief".into(), spec: Some(spec), ..Default::default() };
+    let refused = client.create(create).await.unwrap_err();
+    assert!(refused.message().contains("workspace of a sandbox"), "{refused:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -381,5 +531,19 @@ fn the_deployments_configuration_is_valid() {
     let config: Config = toml::from_str(map["data"]["torpor.toml"].as_str().unwrap()).unwrap();
     config.validate().unwrap();
     assert_eq!(json!(config.drivers), json!(["kubernetes"]));
+    // Probes and scrapers are told of the address that there is.
+    let port = config.metrics.listen().unwrap().unwrap().port();
+    let set = text.split("\n---\n").last().unwrap();
+    let set: serde_json::Value = serde_saphyr::from_str(set).unwrap();
+    let template = &set["spec"]["template"];
+    let container = &template["spec"]["containers"][0];
+    assert_eq!(container["ports"][0]["containerPort"], json!(port));
+    assert_eq!(template["metadata"]["annotations"]["prometheus.io/port"], json!(port.to_string()));
+    for (probe, path) in
+        [("startupProbe", "/readyz"), ("readinessProbe", "/readyz"), ("livenessProbe", "/healthz")]
+    {
+        let get = &container[probe]["httpGet"];
+        assert_eq!((&get["path"], &get["port"]), (&json!(path), &container["ports"][0]["name"]), "{probe}");
+    }
     config.kubernetes.for_driver(&config).unwrap();
 }

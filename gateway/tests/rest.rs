@@ -168,6 +168,13 @@ async fn curl_is_told_what_is_wrong() {
         ("/v1/sandboxes", &["-d", r#"{"name": "Web!"}"#], 400, "name"),
         ("/v1/sandboxes", &["-d", r#"{"spec": {"resources": {"cpus": 0}}}"#], 400, "cpus"),
         ("/v1/sandboxes", &["-d", r#"{"spec": {"cpu": 1}}"#], 400, "cpu"),
+        (
+            "/v1/sandboxes",
+            &["-d", r#"{"spec": {"driverConfig": {"hostNetwork": true}}}"#],
+            400,
+            "driver_config",
+        ),
+        ("/v1/sandboxes", &["-d", r#"{"spec": {"driverConfig": ["hostNetwork"]}}"#], 400, "driverConfig"),
         ("/v1/sandboxes", &["-d", "{nonsense"], 400, "JSON"),
         ("/v1/sandboxes?pageSize=100000", &[], 400, "page_size"),
         ("/v1/sandboxes?pageToken=%00", &[], 400, "token"),

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
+#[path = "web/metrics.rs"]
+mod metrics;
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 

@@ -42,6 +42,24 @@ pub trait ComputeDriver: Send + Sync + 'static {
         Ok(())
     }
 
+    /// Why nothing but a delete can be asked of this backend now, when it lacks what sandboxes are made of. Asked before
+    /// anything is written. Cheap.
+    fn lacks(&self) -> Option<DriverError> {
+        None
+    }
+
+    /// Whether a spec's `driver_config` means anything to this backend: what it may say is [`ComputeDriver::check`]'s to
+    /// tell.
+    fn takes_config(&self) -> bool {
+        false
+    }
+
+    /// Whether volumes that this backend has for a workspace are that workspace's alone, so that whoever may use it may
+    /// name any of them.
+    fn has_place_of_its_own(&self, _workspace: &str) -> bool {
+        false
+    }
+
     /// Whether sandboxes use this host's memory and CPUs, so that none can be larger than it.
     fn is_of_this_host(&self) -> bool {
         true

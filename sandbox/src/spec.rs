@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 /// Smallest guest memory that a stock kernel with the agent's initramfs boots in, bytes.
 pub const MIN_MEMORY: u64 = 96 << 20;
@@ -14,6 +15,8 @@ pub const MAX_DISK: u64 = 2 << 40;
 pub const MAX_CPUS: u32 = 32;
 /// Longest environment, argument list or label set, bytes of all keys and values together.
 const MAX_TEXT: usize = 256 << 10;
+/// Longest driver_config, bytes of its JSON.
+const MAX_DRIVER_CONFIG: usize = 16 << 10;
 /// Labels and annotations with this prefix belong to Torpor.
 pub const RESERVED_PREFIXES: [&str; 2] = ["torpor.dev/", "agents.x-k8s.io/"];
 
@@ -72,6 +75,9 @@ pub struct SandboxSpec {
     /// Servers that are looked at while it is Ready.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub endpoints: Vec<Endpoint>,
+    /// What its driver is told in the driver's own words.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub driver_config: Map<String, Value>,
 }
 
 /// Something that a sandbox serves, as far as it is to be seen whether it does.
@@ -306,6 +312,11 @@ impl SandboxSpec {
         if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
             return wrong("endpoints", format!("'{}' is named twice", twice[0]));
         }
+        let said: usize =
+            self.driver_config.iter().map(|(key, value)| key.len() + value.to_string().len()).sum();
+        if said > MAX_DRIVER_CONFIG {
+            return wrong("driver_config", format!("{said} bytes; at most {MAX_DRIVER_CONFIG} are possible"));
+        }
         if self.stop_grace > Duration::from_secs(3600) {
             return wrong("stop_grace", "at most one hour");
         }
@@ -493,6 +504,7 @@ pub(crate) mod tests {
             workspace: "default".to_owned(),
             volumes: vec![],
             endpoints: vec![],
+            driver_config: Map::new(),
         }
     }
 

@@ -48,6 +48,7 @@ impl Harness for Sim {
             workspace: "default".to_owned(),
             volumes: Vec::new(),
             endpoints: Vec::new(),
+            driver_config: Default::default(),
         }
     }
 

@@ -59,6 +59,10 @@ pub struct SpecArgs {
     /// an HTTP server that answers a GET of it, as in `web=8080/health`. May be repeated.
     #[arg(long = "serves", value_name = "NAME=PORT[/PATH]", value_parser = parse::endpoint)]
     endpoints: Vec<v1::Endpoint>,
+    /// Something that the driver is told in its own words, as far as the gateway's configuration allows it: JSON, or text,
+    /// as in `runtimeClassName=kata` or `nodeSelector={"pool":"large"}`. May be repeated.
+    #[arg(long = "driver-config", value_name = "KEY=VALUE", value_parser = parse::config)]
+    driver_config: Vec<(String, prost_types::Value)>,
     #[command(flatten)]
     egress: EgressArgs,
     /// Main command, run at every boot. Without one the sandbox idles until it is used.
@@ -138,6 +142,8 @@ impl SpecArgs {
             egress: self.egress.wanted()?,
             volumes,
             endpoints: self.endpoints,
+            driver_config: (!self.driver_config.is_empty())
+                .then(|| prost_types::Struct { fields: self.driver_config.into_iter().collect() }),
             stop_grace: stop_grace(self.stop_grace)?,
         })
     }

@@ -90,6 +90,7 @@ struct Template {
     machine: Option<String>,
     kernel: Option<String>,
     stop_grace: Option<String>,
+    driver_config: serde_json::Map<String, serde_json::Value>,
 }
 
 impl From<&v1::Template> for Template {
@@ -107,6 +108,7 @@ impl From<&v1::Template> for Template {
             restart_policy: (spec.restart_policy != 0).then(|| view::restart_policy(&spec)),
             stop_grace: spec.stop_grace.as_ref().map(ToString::to_string),
             image: text(&spec.image),
+            driver_config: view::driver_config(spec.driver_config.as_ref()),
             command: spec.command,
             environment: spec.environment.into_iter().collect(),
             workdir: text(&spec.workdir),

@@ -40,6 +40,7 @@ pub struct Sandbox {
     egress: Option<Egress>,
     volumes: Vec<Volume>,
     endpoints: Vec<Endpoint>,
+    driver_config: serde_json::Map<String, serde_json::Value>,
     host: Option<Host>,
     disk: Option<Disk>,
     failure: Option<Failure>,
@@ -174,6 +175,7 @@ impl From<&v1::Sandbox> for Sandbox {
             egress,
             volumes: spec.volumes.into_iter().map(Volume::from).collect(),
             endpoints: endpoints(&spec.endpoints, &status.endpoints),
+            driver_config: driver_config(spec.driver_config.as_ref()),
             host: status.host.as_ref().map(Host::from),
             disk: status.disk.as_ref().map(Disk::from),
             failure: status.failure.as_ref().map(Failure::from),
@@ -186,6 +188,12 @@ impl From<&v1::Sandbox> for Sandbox {
             step: text(&status.step),
         }
     }
+}
+
+/// What a sandbox's or template's driver is told.
+pub fn driver_config(said: Option<&prost_types::Struct>) -> serde_json::Map<String, serde_json::Value> {
+    let all = said.into_iter().flat_map(|said| &said.fields);
+    all.map(|(key, value)| (key.clone(), crate::parse::json(value))).collect()
 }
 
 fn endpoints(declared: &[v1::Endpoint], seen: &[v1::EndpointStatus]) -> Vec<Endpoint> {

@@ -58,6 +58,8 @@ struct Entry {
 struct Known {
     entries: HashMap<SandboxId, Entry>,
     waiters: HashMap<SandboxId, Arc<Notify>>,
+    /// The version up to which the watch of a kind in a namespace has told everything.
+    heard: HashMap<(&'static str, Arc<str>), u64>,
 }
 
 #[derive(Debug, Default)]
@@ -110,16 +112,41 @@ impl Cache {
 
     /// Puts a piece of news in, unless it is older than what is known. True when something is new.
     fn take(&self, id: &SandboxId, namespace: &Arc<str>, news: News) -> bool {
+        self.lock().take(id, namespace, news)
+    }
+
+    /// The same of what a request of ours was answered, which may be older than what the watch has told since: what this
+    /// one has told up to a later version and is not here was deleted by then, and nobody would say so again.
+    fn answered(&self, id: &SandboxId, namespace: &Arc<str>, news: News) -> bool {
         let mut known = self.lock();
-        let entry = known
+        let there = known.entries.get(id).is_some_and(|entry| news.is_of(&entry.view));
+        let told = known.heard.get(&(news.kind(), namespace.clone())).copied().unwrap_or_default();
+        if !there && news.version() <= told {
+            return false;
+        }
+        known.take(id, namespace, news)
+    }
+
+    /// Everything of a kind in a namespace was told up to this version.
+    fn heard(&self, kind: &'static str, namespace: &Arc<str>, version: &str) {
+        if let Ok(version) = version.parse() {
+            // Also a smaller one: a server that was restored from a backup counts from there.
+            self.lock().heard.insert((kind, namespace.clone()), version);
+        }
+    }
+}
+
+impl Known {
+    fn take(&mut self, id: &SandboxId, namespace: &Arc<str>, news: News) -> bool {
+        let entry = self
             .entries
             .entry(id.clone())
             .or_insert_with(|| Entry { view: View::default(), namespace: namespace.clone() });
         let new = news.put(&mut entry.view);
         if entry.view == View::default() {
-            known.entries.remove(id);
+            self.entries.remove(id);
         }
-        if new && let Some(waiter) = known.waiters.get(id) {
+        if new && let Some(waiter) = self.waiters.get(id) {
             waiter.notify_waiters();
         }
         new
@@ -136,6 +163,29 @@ pub(crate) enum News {
 }
 
 impl News {
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Sandbox(_) | Self::NoSandbox(_) => Sandbox::NAME,
+            Self::Pod(_) | Self::NoPod(_) => Pod::NAME,
+        }
+    }
+
+    fn version(&self) -> u64 {
+        match self {
+            Self::Sandbox(seen) => seen.version,
+            Self::Pod(seen) => seen.version,
+            Self::NoSandbox(version) | Self::NoPod(version) => *version,
+        }
+    }
+
+    /// Whether an object of its kind is known there.
+    fn is_of(&self, view: &View) -> bool {
+        match self {
+            Self::Sandbox(_) | Self::NoSandbox(_) => view.sandbox.is_some(),
+            Self::Pod(_) | Self::NoPod(_) => view.pod.is_some(),
+        }
+    }
+
     fn put(self, view: &mut View) -> bool {
         match self {
             Self::Sandbox(new) => {
@@ -326,6 +376,7 @@ async fn list<K: Kind>(inner: &Inner, namespace: &Arc<str>) -> Result<String, Ap
             Some(token) => params.continue_token = Some(token),
             None => {
                 forget::<K>(inner, namespace, &there, &version);
+                inner.cache.heard(K::NAME, namespace, &version);
                 return Ok(version);
             }
         }
@@ -382,6 +433,7 @@ async fn watch<K: Kind>(
             WatchEvent::Deleted(object) => (object, true),
             WatchEvent::Bookmark(mark) => {
                 *at = mark.metadata.resource_version;
+                inner.cache.heard(K::NAME, namespace, at);
                 continue;
             }
             WatchEvent::Error(status) if status.code == 410 => return Ok(Over::Expired),
@@ -394,6 +446,7 @@ async fn watch<K: Kind>(
                 inner.hint(&id);
             }
         }
+        inner.cache.heard(K::NAME, namespace, &version);
         *at = version;
     }
 }
@@ -406,7 +459,7 @@ impl Inner {
 
     /// What one of our own requests was answered: what was seen once is not unseen by a watch that lags behind.
     pub(crate) fn saw(&self, id: &SandboxId, namespace: &str, news: News) {
-        if self.cache.take(id, &Arc::from(namespace), news) {
+        if self.cache.answered(id, &Arc::from(namespace), news) {
             self.hint(id);
         }
     }

@@ -139,7 +139,8 @@ impl From<ApiError> for DriverError {
     fn from(error: ApiError) -> Self {
         match &error {
             _ if error.is_absence() => Self::Unreachable(error.to_string()),
-            ApiError::Absent => Self::Unsupported(error.to_string()),
+            // It may come back: only what begins is refused.
+            ApiError::Absent => Self::Unreachable(error.to_string()),
             ApiError::Refused { status, .. } if status.message.contains("exceeded quota") => {
                 Self::Exhausted(error.to_string())
             }

@@ -8,20 +8,7 @@ use std::{
 
 use serde_json::{Map, Value};
 
-/// Fields of a pod that a configuration may set beside what the driver sets itself. Nothing among them gives a sandbox
-/// the node's file system, processes or network, or takes its confinement away.
-pub const PASSED: [&str; 10] = [
-    "affinity",
-    "dnsConfig",
-    "dnsPolicy",
-    "hostAliases",
-    "imagePullSecrets",
-    "priorityClassName",
-    "preemptionPolicy",
-    "schedulerName",
-    "tolerations",
-    "topologySpreadConstraints",
-];
+use crate::passed::{self, PASSED};
 
 /// The configuration of the kubernetes driver.
 #[derive(Clone, Debug)]
@@ -54,6 +41,11 @@ pub struct KubernetesConfig {
     pub claim_templates: bool,
     /// Fields that every pod has beside: those of [`PASSED`] only.
     pub pod: Map<String, Value>,
+    /// What a sandbox's or template's `driver_config` may say: of [`crate::SAYABLE`].
+    pub driver_config: BTreeSet<String>,
+    /// The agent's image is mounted as a volume (Kubernetes 1.33 with its ImageVolume feature, or later) instead of being
+    /// copied from by an init container.
+    pub agent_volume: bool,
     /// How long a pod may take from its start to an agent that answers.
     pub start_timeout: Duration,
     /// How long a pod may take to be gone after its grace has run out.
@@ -80,6 +72,8 @@ impl KubernetesConfig {
             workspace_bytes: 10 << 30,
             claim_templates: false,
             pod: Map::new(),
+            driver_config: BTreeSet::new(),
+            agent_volume: false,
             start_timeout: Duration::from_secs(120),
             stop_margin: Duration::from_secs(30),
             compare_every: Duration::from_secs(300),
@@ -116,14 +110,25 @@ impl KubernetesConfig {
                 return wrong("namespace", problem);
             }
         }
-        match self.pod.keys().find(|key| !PASSED.contains(&key.as_str())) {
-            Some(key) => {
+        if let Some(key) = self.driver_config.iter().find(|key| !passed::is_sayable(key)) {
+            let problem = format!(
+                "'{}' is not among what a sandbox can be let say: {}",
+                key.escape_debug(),
+                passed::SAYABLE.join(", ")
+            );
+            return wrong("driver_config", problem);
+        }
+        for (key, value) in &self.pod {
+            if !PASSED.contains(&key.as_str()) {
                 let problem =
                     format!("'{key}' is not among the fields that are passed on: {}", PASSED.join(", "));
-                wrong("pod", problem)
+                return wrong("pod", problem);
             }
-            None => Ok(()),
+            if let Err(problem) = passed::well_formed(key, value) {
+                return wrong("pod", format!("{key}: {problem}"));
+            }
         }
+        Ok(())
     }
 }
 
@@ -195,6 +200,7 @@ mod tests {
         {
             let mut config = config.clone();
             config.pod.insert(key.to_owned(), Value::Bool(true));
+            assert!(!passed::is_sayable(key) || key == "serviceAccountName", "{key}");
             let error = config.validate().unwrap_err().to_string();
             assert!(error.contains(key) && error.contains("tolerations"), "{error}");
         }
@@ -203,7 +209,9 @@ mod tests {
     #[test]
     fn values_that_can_not_work_are_refused_by_their_key() {
         type Case = (&'static str, fn(&mut KubernetesConfig));
-        let cases: [Case; 6] = [
+        let cases: [Case; 8] = [
+            ("driver_config", |c| c.driver_config = ["hostNetwork".to_owned()].into()),
+            ("tolerations", |c| drop(c.pod.insert("tolerations".into(), serde_json::json!([{"kye": "a"}])))),
             ("state_dir", |c| c.state_dir = "relative".into()),
             ("agent_image", |c| c.agent_image = " ".into()),
             ("mount_path", |c| c.mount_path = "/".into()),

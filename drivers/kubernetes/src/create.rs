@@ -14,7 +14,7 @@ use torpor_sandbox::{Change, DriverError, SandboxId, SandboxSpec, failpoint::hit
 use crate::{
     cache::{News, PAGE},
     client::{ApiError, LIMIT, Lane, MANAGER, PAGE_LIMIT, claim_resource, if_there},
-    driver::Inner,
+    driver::{Inner, no_kind},
     manifest,
     types::{Claim, Sandbox, claim_name, id_of, name},
 };
@@ -39,7 +39,10 @@ impl Inner {
 
     async fn make(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
         // Nothing is written for a cluster that has no such thing as a Sandbox.
-        self.cluster.served().await?;
+        match self.cluster.served().await {
+            Err(ApiError::Absent) => return Err(no_kind()),
+            served => served?,
+        };
         let namespace = self.namespace_for(&spec.workspace);
         let noted = self.store.write(id, spec)?;
         hit("kubernetes.create.noted")?;
@@ -151,7 +154,7 @@ impl Inner {
         let removed = self.step(id, &turn, async move { inner.remove(&wanted).await }).await;
         match removed {
             // What has no folder here has nothing in the cluster; a cluster that is gone keeps nobody.
-            Err(DriverError::Unreachable(_) | DriverError::Unsupported(_)) if !known => Ok(Change::Already),
+            Err(DriverError::Unreachable(_)) if !known => Ok(Change::Already),
             Err(error) => Err(error),
             Ok(some) => Ok(if some || known { Change::Done } else { Change::Already }),
         }
@@ -160,11 +163,9 @@ impl Inner {
     /// Removes the Sandbox with its pod, then the claim, then what is ours here. True when there was anything.
     async fn remove(&self, id: &SandboxId) -> Result<bool, DriverError> {
         let namespace = self.namespace_of(id)?;
-        let had_sandbox = match self.remove_sandbox(id, &namespace).await {
-            // Without the kind there is no object of it.
-            Err(DriverError::Unsupported(_)) => false,
-            done => done?,
-        };
+        // Without the kind there is no object of it.
+        let had_sandbox = !matches!(self.cluster.served().await, Err(ApiError::Absent))
+            && self.remove_sandbox(id, &namespace).await?;
         hit("kubernetes.delete.removed")?;
         let had_claim = self.remove_claim(id, &namespace).await?;
         hit("kubernetes.delete.unclaimed")?;

@@ -25,7 +25,7 @@ use crate::{
     cache::{self, Cache, News},
     client::{ApiError, Cluster, Found, GROUP, LIMIT, Lane, if_there},
     config::{ConfigError, KubernetesConfig},
-    live, manifest,
+    live, manifest, passed,
     store::Store,
     types::{Pod, Sandbox, name},
 };
@@ -187,11 +187,17 @@ impl Inner {
         let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
         let object = name(id);
         let what = format!("get the sandbox {object}");
+        let before = self.cache.view(id).sandbox.map(|seen| seen.version);
         let found = self.cluster.on_sandboxes(Lane::Fast, &namespace, &what, |api| {
             let object = object.clone();
             async move { api.get(&object).await }
         });
-        let found = if_there(found.await)?.filter(|found| self.is_ours(&found.metadata, id));
+        let found = if_there(found.await)?;
+        if let (None, Some(version)) = (&found, before) {
+            // What was known when it was asked for is gone, whether or not the watch says so.
+            self.saw(id, &namespace, News::NoSandbox(version));
+        }
+        let found = found.filter(|found| self.is_ours(&found.metadata, id));
         if let Some(found) = &found {
             self.saw(id, &namespace, News::Sandbox(found.into()));
         }
@@ -203,7 +209,11 @@ impl Inner {
         let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
         let (api, object) = (self.cluster.pods(&namespace), name(id));
         let what = format!("get the pod {object}");
+        let before = self.cache.view(id).pod.map(|seen| seen.version);
         let found = if_there(self.cluster.call(Lane::Fast, LIMIT, &what, api.get(&object)).await)?;
+        if let (None, Some(version)) = (&found, before) {
+            self.saw(id, &namespace, News::NoPod(version));
+        }
         if let Some(found) = found.as_ref().filter(|found| self.is_labelled(&found.metadata, id)) {
             self.saw(id, &namespace, News::Pod(found.into()));
         }
@@ -223,9 +233,17 @@ impl Inner {
     }
 
     fn check(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
-        if self.cluster.found() == Some(Found::Nothing) {
-            return Err(ApiError::Absent.into());
-        }
+        self.lacks().map_or(Ok(()), Err)?;
+        self.check_spec(spec)
+    }
+
+    fn lacks(&self) -> Option<DriverError> {
+        (self.cluster.found() == Some(Found::Nothing)).then(no_kind)
+    }
+
+    /// What a configuration of today lets no pod be.
+    fn check_spec(&self, spec: &SandboxSpec) -> Result<(), DriverError> {
+        passed::check(&self.config, &spec.driver_config).map_err(DriverError::Invalid)?;
         manifest::check(&self.config, spec).map_err(DriverError::Unsupported)
     }
 }
@@ -260,13 +278,28 @@ impl ComputeDriver for KubernetesDriver {
         false
     }
 
+    fn lacks(&self) -> Option<DriverError> {
+        self.inner.lacks()
+    }
+
+    fn takes_config(&self) -> bool {
+        true
+    }
+
+    fn has_place_of_its_own(&self, workspace: &str) -> bool {
+        let all = &self.inner.config.namespaces;
+        all.get(workspace).is_some_and(|own| {
+            *own != self.inner.cluster.namespace && all.values().filter(|one| *one == own).count() == 1
+        })
+    }
+
     fn images(&self) -> Option<&dyn ImageCare> {
         Some(&*self.inner)
     }
 
     async fn create(&self, id: &SandboxId, spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
         // Whether the cluster has the kind is asked anew there: it may have been installed since.
-        manifest::check(&self.inner.config, spec).map_err(DriverError::Unsupported)?;
+        self.inner.check_spec(spec)?;
         self.inner.create(id, spec).await
     }
 
@@ -334,6 +367,11 @@ impl Inner {
         let log = log.unwrap_or_default().into_bytes();
         log[log.len().saturating_sub(bytes)..].to_vec()
     }
+}
+
+/// Nothing is begun in a cluster that has no such thing as a Sandbox.
+pub(crate) fn no_kind() -> DriverError {
+    DriverError::Unsupported(ApiError::Absent.to_string())
 }
 
 fn no_memory() -> DriverError {

@@ -19,11 +19,13 @@ mod link;
 mod live;
 mod manifest;
 mod observe;
+mod passed;
 mod start;
 mod stop;
 mod store;
 mod types;
 
-pub use config::{ConfigError, KubernetesConfig, PASSED};
+pub use config::{ConfigError, KubernetesConfig};
 pub use doctor::{Finding, Level, diagnose, rights};
 pub use driver::KubernetesDriver;
+pub use passed::{PASSED, SAYABLE};

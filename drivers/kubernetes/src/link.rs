@@ -25,7 +25,7 @@ use torpor_sandbox::SandboxId;
 
 use crate::{
     driver::Inner,
-    manifest::{AGENT, CONTAINER, SOCKET},
+    manifest::{self, CONTAINER, SOCKET},
     types::name,
 };
 
@@ -81,7 +81,12 @@ async fn connect(inner: &Inner, id: &SandboxId) -> io::Result<Stdio> {
         .stderr(false)
         .max_stdin_buf_size(BUFFER)
         .max_stdout_buf_size(BUFFER);
-    let exec = timeout(WAIT, api.exec(&name(id), [AGENT, "--connect", SOCKET], &params)).await;
+    let pod = match inner.cache.view(id).pod {
+        Some(pod) => Some(pod),
+        None => inner.ask(id).await.map_err(io::Error::other)?.pod,
+    };
+    let program = manifest::program(pod.is_some_and(|pod| pod.agent_volume));
+    let exec = timeout(WAIT, api.exec(&name(id), [program, "--connect", SOCKET], &params)).await;
     let late = |_| io::Error::new(io::ErrorKind::TimedOut, "the API server does not connect to the pod");
     let mut process = exec.map_err(late)?.map_err(io::Error::other)?;
     let (Some(input), Some(output)) = (process.stdin(), process.stdout()) else {

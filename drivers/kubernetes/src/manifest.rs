@@ -1,5 +1,7 @@
 //! How a sandbox is a Sandbox object and a claim: what the cluster is told at its creation, once and for all.
 
+use std::borrow::Cow;
+
 use serde_json::{Value, json};
 use torpor_sandbox::{SandboxId, SandboxSpec};
 
@@ -12,14 +14,53 @@ use crate::{
 /// The container that is the sandbox.
 pub(crate) const CONTAINER: &str = "sandbox";
 /// Where it finds the agent, and where the agent listens.
-pub(crate) const AGENT: &str = "/.torpor/torpor-agent";
+const AGENT: &str = "/.torpor/torpor-agent";
 pub(crate) const SOCKET: &str = "/.torpor/agent.sock";
 const FOLDER: &str = "/.torpor";
+/// Where it is when its image is a volume.
+const VOLUME: &str = "/.torpor-agent";
+const AGENT_IN_VOLUME: &str = "/.torpor-agent/torpor-agent";
+/// That volume's name.
+pub(crate) const AGENT_VOLUME: &str = "agent";
 /// The least that a pod's grace is: the agent ends processes and syncs within it, also when nobody but the kubelet asks.
 const LEAST_GRACE: u64 = 10;
+/// The workspace among a pod's volumes, and its claim template.
+const WORKSPACE: &str = "workspace";
 /// What root in a container needs to set up users, packages and services, and no more of what engines give.
 const CAPABILITIES: [&str; 8] =
     ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID"];
+
+/// The agent's program in a pod, by the way it came there.
+pub(crate) fn program(by_volume: bool) -> &'static str {
+    if by_volume { AGENT_IN_VOLUME } else { AGENT }
+}
+
+/// The configuration as it is for a sandbox that says something of it.
+fn of<'a>(config: &'a KubernetesConfig, spec: &SandboxSpec) -> Cow<'a, KubernetesConfig> {
+    if spec.driver_config.is_empty() {
+        return Cow::Borrowed(config);
+    }
+    let mut config = config.clone();
+    for (key, value) in &spec.driver_config {
+        let text = || value.as_str().map(str::to_owned);
+        match key.as_str() {
+            "claimTemplates" => config.claim_templates = value == &Value::Bool(true),
+            "runtimeClassName" => config.runtime_class = text(),
+            "serviceAccountName" => config.service_account = text(),
+            "storageClassName" => config.storage_class = text(),
+            "nodeSelector" => {
+                let all = value.as_object().into_iter().flatten();
+                let said = all.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())));
+                for (key, value) in said {
+                    // Nobody leaves the nodes that all are meant for.
+                    config.node_selector.entry(key).or_insert(value);
+                }
+            }
+            _ => drop(config.pod.insert(key.clone(), value.clone())),
+        }
+    }
+    Cow::Owned(config)
+}
 
 /// Refuses what no pod can be, by the name of the field.
 ///
@@ -45,11 +86,14 @@ pub(crate) fn check(config: &KubernetesConfig, spec: &SandboxSpec) -> Result<(),
                 volume.source.escape_debug()
             ));
         }
+        if claim.starts_with("torpor-") || claim.starts_with("workspace-torpor-") {
+            return Err(format!("volumes: '{claim}' is named as the workspace of a sandbox, and its alone"));
+        }
         if path.is_some_and(|path| path.split('/').any(|part| part.is_empty() || part == "..")) {
             return Err(format!("volumes: '{}' names no folder", volume.source.escape_debug()));
         }
         let inside = |path: &str, folder: &str| path == folder || path.starts_with(&format!("{folder}/"));
-        if inside(&volume.target, FOLDER) {
+        if inside(&volume.target, FOLDER) || inside(&volume.target, VOLUME) {
             return Err(format!("volumes: '{}' is where the agent is", volume.target));
         }
         if volume.target == config.mount_path && volume.read_only {
@@ -80,7 +124,7 @@ pub(crate) fn claims_of(spec: &SandboxSpec) -> Vec<&str> {
 
 /// Whether the workspace is a claim that the driver makes: not when the sandbox brings one for that place.
 pub(crate) fn has_own_claim(config: &KubernetesConfig, spec: &SandboxSpec) -> bool {
-    !config.claim_templates && !brings_workspace(config, spec)
+    !of(config, spec).claim_templates && !brings_workspace(config, spec)
 }
 
 fn brings_workspace(config: &KubernetesConfig, spec: &SandboxSpec) -> bool {
@@ -106,6 +150,7 @@ fn claim_spec(config: &KubernetesConfig, spec: &SandboxSpec) -> Value {
 
 /// The claim of the workspace. Nobody owns it, so that nobody's deletion of the Sandbox object takes the data along.
 pub(crate) fn claim(config: &KubernetesConfig, id: &SandboxId, identity: &str, spec: &SandboxSpec) -> Value {
+    let config = &of(config, spec);
     json!({
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -130,6 +175,7 @@ pub(crate) fn sandbox(
     identity: &str,
     spec: &SandboxSpec,
 ) -> Value {
+    let config = &of(config, spec);
     let (field, asleep) = mode(served, false);
     let mut wanted = json!({
         "podTemplate": {"metadata": {"labels": labels(id, identity)}, "spec": pod(config, id, spec)},
@@ -138,7 +184,7 @@ pub(crate) fn sandbox(
     });
     wanted[field] = asleep;
     if config.claim_templates && !brings_workspace(config, spec) {
-        let template = json!({"metadata": {"name": "workspace"}, "spec": claim_spec(config, spec)});
+        let template = json!({"metadata": {"name": WORKSPACE}, "spec": claim_spec(config, spec)});
         wanted["volumeClaimTemplates"] = json!([template]);
     }
     json!({
@@ -164,24 +210,12 @@ fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
         "containers": [{
             "name": CONTAINER,
             "image": spec.image,
-            "command": [AGENT, "--pod", SOCKET],
+            "command": [program(config.agent_volume), "--pod", SOCKET],
             "args": [],
             "workingDir": "/",
             "resources": {"limits": limits, "requests": limits},
             "securityContext": confined,
             "volumeMounts": mounts,
-        }],
-        "initContainers": [{
-            "name": "agent",
-            "image": config.agent_image,
-            "command": ["/torpor-agent", "--install", FOLDER],
-            "resources": {
-                "limits": {"cpu": "1", "memory": "64Mi"}, "requests": {"cpu": "10m", "memory": "16Mi"},
-            },
-            "securityContext": {
-                "allowPrivilegeEscalation": false, "capabilities": {"drop": ["ALL"]}, "privileged": false,
-            },
-            "volumeMounts": [{"name": "torpor", "mountPath": FOLDER}],
         }],
         "volumes": volumes,
         // What becomes of a pod that ends is decided by the sandbox's record, and by nobody else.
@@ -194,6 +228,9 @@ fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
         "enableServiceLinks": false,
         "terminationGracePeriodSeconds": grace(spec),
     });
+    if !config.agent_volume {
+        pod["initContainers"] = json!([carrier(config)]);
+    }
     for (key, value) in &config.pod {
         pod[key] = value.clone();
     }
@@ -209,16 +246,37 @@ fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
     pod
 }
 
+/// What copies the agent into a pod.
+fn carrier(config: &KubernetesConfig) -> Value {
+    json!({
+        "name": "agent",
+        "image": config.agent_image,
+        "command": ["/torpor-agent", "--install", FOLDER],
+        "resources": {
+            "limits": {"cpu": "1", "memory": "64Mi"}, "requests": {"cpu": "10m", "memory": "16Mi"},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": false, "capabilities": {"drop": ["ALL"]}, "privileged": false,
+        },
+        "volumeMounts": [{"name": "torpor", "mountPath": FOLDER}],
+    })
+}
+
 fn volumes(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> (Vec<Value>, Vec<Value>) {
     let mut volumes = vec![json!({"name": "torpor", "emptyDir": {"sizeLimit": "64Mi"}})];
     let mut mounts = vec![json!({"name": "torpor", "mountPath": FOLDER})];
+    if config.agent_volume {
+        let image = json!({"reference": config.agent_image, "pullPolicy": "IfNotPresent"});
+        volumes.push(json!({"name": AGENT_VOLUME, "image": image}));
+        mounts.push(json!({"name": AGENT_VOLUME, "mountPath": VOLUME, "readOnly": true}));
+    }
     if !brings_workspace(config, spec) {
         // One of a template is added to the pod by the controller.
         if !config.claim_templates {
             let claim = json!({"claimName": claim_name(id)});
-            volumes.push(json!({"name": "workspace", "persistentVolumeClaim": claim}));
+            volumes.push(json!({"name": WORKSPACE, "persistentVolumeClaim": claim}));
         }
-        mounts.push(json!({"name": "workspace", "mountPath": config.mount_path}));
+        mounts.push(json!({"name": WORKSPACE, "mountPath": config.mount_path}));
     }
     let claims = claims_of(spec);
     for (at, claim) in claims.iter().enumerate() {

@@ -193,6 +193,7 @@ mod tests {
             why: "Evicted".into(),
             no_image: None,
             unschedulable: None,
+            agent_volume: false,
         }
     }
 

@@ -1,6 +1,7 @@
 //! Start: the Sandbox is told to run, and the agent of its new pod configured for the run.
 
 use std::{
+    collections::BTreeMap,
     sync::{Arc, PoisonError},
     time::{Duration, SystemTime},
 };
@@ -67,26 +68,69 @@ impl Inner {
                 DriverError::Invalid(text)
             })?;
             self.bring_up(id, &spec, record, &turn).await?;
+            self.note_claims(id, &spec, &found).await?;
             return Ok(Change::Already);
         }
-        self.check_data(id, &spec).await?;
+        self.check_data(id, &spec, &found).await?;
         self.see_no_pod(id).await?;
         self.pause_after_failures(id).await;
         let (inner, wanted) = (self.clone(), id.clone());
         let record = self.step(id, &turn, async move { inner.wake(&wanted, run).await }).await?;
         hit("kubernetes.start.woken")?;
         self.bring_up(id, &spec, record, &turn).await?;
+        self.note_claims(id, &spec, &found).await?;
         Ok(Change::Done)
     }
 
-    /// A claim that is gone is never made anew.
-    async fn check_data(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<(), DriverError> {
+    /// Notes which claims the controller has made, so that others in their place are told from them.
+    async fn note_claims(
+        &self,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        found: &Sandbox,
+    ) -> Result<(), DriverError> {
+        let api = self.cluster.claims(&self.namespace_for(&spec.workspace));
+        let mut claims = BTreeMap::new();
+        for object in found.spec.made_claims(&name(id)) {
+            if let Some(uid) = self.get_claim(&api, &object).await?.and_then(|claim| claim.metadata.uid) {
+                claims.insert(object, uid);
+            }
+        }
+        if claims == self.store.claims(id)? { Ok(()) } else { self.store.note_claims(id, &claims) }
+    }
+
+    /// A claim that is gone is never made anew. Which there must be is told by the object: the configuration may be another
+    /// one by now.
+    async fn check_data(
+        &self,
+        id: &SandboxId,
+        spec: &SandboxSpec,
+        found: &Sandbox,
+    ) -> Result<(), DriverError> {
         let namespace = self.namespace_for(&spec.workspace);
         let api = self.cluster.claims(&namespace);
-        if manifest::has_own_claim(&self.config, spec) {
-            let object = claim_name(id);
+        let (own, others): (Vec<&str>, Vec<&str>) =
+            found.spec.claims().partition(|claim| *claim == claim_name(id));
+        let mut own: Vec<String> = own.into_iter().map(str::to_owned).collect();
+        if Seen::from(found).run > 0 {
+            // The controller makes those of templates, and would make an empty one in the place of one that is gone.
+            own.extend(found.spec.made_claims(&name(id)));
+        }
+        let noted = self.store.claims(id)?;
+        for object in own {
             match self.get_claim(&api, &object).await? {
-                Some(claim) if claim.metadata.deletion_timestamp.is_none() => {}
+                Some(claim) if claim.metadata.deletion_timestamp.is_none() => {
+                    let meta = &claim.metadata;
+                    let another = noted.get(&object).is_some_and(|uid| meta.uid.as_ref() != Some(uid));
+                    // One that somebody has put there, from a backup, is nobody's.
+                    let made = meta.owner_references.iter().flatten().any(|o| o.controller == Some(true));
+                    if another && made {
+                        let text = format!(
+                            "the claim {object} was deleted, and the controller has made an empty one"
+                        );
+                        return Err(DriverError::DataMissing(text));
+                    }
+                }
                 Some(_) => {
                     let text = format!("the claim {object} is being deleted by somebody else");
                     return Err(DriverError::DataMissing(text));
@@ -94,7 +138,7 @@ impl Inner {
                 None => return Err(DriverError::DataMissing(format!("the claim {object} is gone"))),
             }
         }
-        for claim in manifest::claims_of(spec) {
+        for claim in others {
             if self.get_claim(&api, claim).await?.is_none() {
                 let text = format!("there is no claim '{claim}' in the namespace {namespace}");
                 return Err(DriverError::MountMissing(text));
@@ -141,7 +185,7 @@ impl Inner {
         if let Some(failures) = failures
             && failures.count > 1
         {
-            let pause = Duration::from_secs(1 << (failures.count - 2).min(6)).min(LONGEST_PAUSE);
+            let pause = pause_after(failures.count);
             let left = pause.saturating_sub(failures.last.elapsed());
             tracing::info!(%id, failures = failures.count, ?left, "its pods fail one after the other");
             sleep(left).await;
@@ -363,6 +407,14 @@ impl Inner {
     }
 }
 
+/// How long after so many pods that failed one after the other the next one is asked for: the first at once.
+fn pause_after(failures: u32) -> Duration {
+    match failures {
+        0 | 1 => Duration::ZERO,
+        more => Duration::from_secs(1 << (more - 2).min(6)).min(LONGEST_PAUSE),
+    }
+}
+
 /// The object is gone, and never made anew: somebody wanted it so.
 fn missing(id: &SandboxId) -> DriverError {
     DriverError::DataMissing(format!(
@@ -413,5 +465,17 @@ fn request(live: &Live, spec: &SandboxSpec) -> ConfigureRequest {
         environment: spec.environment.clone().into_iter().collect(),
         main,
         ..ConfigureRequest::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pods_that_fail_one_after_the_other_are_asked_for_slower_each_time() {
+        let pauses: Vec<u64> = (0..10).map(|count| pause_after(count).as_secs()).collect();
+        assert_eq!(pauses, [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]);
+        assert_eq!(pause_after(u32::MAX), LONGEST_PAUSE);
     }
 }

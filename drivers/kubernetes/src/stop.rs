@@ -258,6 +258,7 @@ mod tests {
             why: String::new(),
             no_image: None,
             unschedulable: None,
+            agent_volume: false,
         }
     }
 

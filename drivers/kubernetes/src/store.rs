@@ -1,6 +1,7 @@
 //! What lasts of a sandbox beside the cluster's objects: its spec and its present run. And who this driver is.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
@@ -110,6 +111,19 @@ impl Store {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", &path, error)),
             _ => Ok(()),
         }
+    }
+
+    /// The uids of the claims that the controller has made for it, by their names, as they were in its last run.
+    pub(crate) fn claims(&self, id: &SandboxId) -> Result<BTreeMap<String, String>, DriverError> {
+        Ok(read(&self.of(id).join("claims.json"))?.unwrap_or_default())
+    }
+
+    pub(crate) fn note_claims(
+        &self,
+        id: &SandboxId,
+        claims: &BTreeMap<String, String>,
+    ) -> Result<(), DriverError> {
+        write(&self.of(id).join("claims.json"), claims)
     }
 
     pub(crate) fn delete(&self, id: &SandboxId) -> Result<(), DriverError> {

@@ -5,7 +5,7 @@ use kube::core::Object;
 use serde::{Deserialize, Serialize};
 use torpor_sandbox::SandboxId;
 
-use crate::manifest::CONTAINER;
+use crate::manifest::{AGENT_VOLUME, CONTAINER};
 
 /// Whose: the identity of a state directory.
 pub(crate) const GATEWAY: &str = "torpor.dev/gateway";
@@ -28,6 +28,60 @@ pub(crate) struct SandboxSpec {
     operating_mode: Option<String>,
     /// v1alpha1.
     replicas: Option<u32>,
+    pod_template: Template,
+    volume_claim_templates: Vec<ClaimTemplate>,
+}
+
+impl SandboxSpec {
+    /// The claims that its pods mount by their names.
+    pub(crate) fn claims(&self) -> impl Iterator<Item = &str> {
+        let volumes = self.pod_template.spec.volumes.iter();
+        volumes.filter_map(|volume| Some(volume.persistent_volume_claim.as_ref()?.claim_name.as_str()))
+    }
+
+    /// Those that the controller makes for the object of this name.
+    pub(crate) fn made_claims(&self, object: &str) -> Vec<String> {
+        let of = |template: &ClaimTemplate| format!("{}-{object}", template.metadata.name);
+        self.volume_claim_templates.iter().map(of).collect()
+    }
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(default)]
+struct Template {
+    spec: TemplateSpec,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(default)]
+struct TemplateSpec {
+    volumes: Vec<Volume>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Volume {
+    name: String,
+    persistent_volume_claim: Option<ClaimSource>,
+    image: Option<Nothing>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ClaimSource {
+    claim_name: String,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(default)]
+struct ClaimTemplate {
+    metadata: Named,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(default)]
+struct Named {
+    name: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -51,6 +105,7 @@ struct RawCondition {
 pub(crate) struct PodSpec {
     node_name: Option<String>,
     termination_grace_period_seconds: Option<u64>,
+    volumes: Vec<Volume>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -149,6 +204,8 @@ pub(crate) struct SeenPod {
     pub(crate) no_image: Option<String>,
     /// No node has room.
     pub(crate) unschedulable: Option<String>,
+    /// Its agent came by an image volume.
+    pub(crate) agent_volume: bool,
 }
 
 /// The name of a sandbox's objects.
@@ -251,6 +308,11 @@ impl From<&Pod> for SeenPod {
             ip: status.pod_ip.clone(),
             why,
             no_image,
+            agent_volume: object
+                .spec
+                .volumes
+                .iter()
+                .any(|volume| volume.name == AGENT_VOLUME && volume.image.is_some()),
             unschedulable: scheduled
                 .filter(|one| one.status == "False" && one.reason == "Unschedulable")
                 .map(|one| one.message.clone()),

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod common;
+#[path = "requests/late.rs"]
+mod late;
 
 use std::time::Duration;
 
@@ -124,6 +126,135 @@ async fn a_workspace_by_template_is_the_objects_own() {
 }
 
 #[tokio::test]
+async fn what_a_sandbox_says_of_its_pod_is_in_it_as_far_as_it_is_allowed() {
+    let (bench, driver) = Bench::with(Generation::Stable, Behaviour::default(), |config| {
+        config.runtime_class = Some("kata".into());
+        config.node_selector.insert("pool".into(), "sandboxes".into());
+        for key in ["runtimeClassName", "nodeSelector", "storageClassName", "tolerations", "claimTemplates"] {
+            config.driver_config.insert(key.into());
+        }
+    })
+    .await;
+    let with = |value: Value| SandboxSpec { driver_config: value.as_object().unwrap().clone(), ..spec() };
+    let id = SandboxId::generate();
+    let said = with(json!({
+        "runtimeClassName": "gvisor", "nodeSelector": {"disk": "ssd"}, "storageClassName": "fast",
+        "tolerations": [{"key": "gpu", "operator": "Exists", "tolerationSeconds": 30}],
+    }));
+    driver.check(&said).unwrap();
+    driver.create(&id, &said, Run(1)).await.unwrap();
+    let made = bench.server.object("sandboxes", &object(&id)).unwrap();
+    let pod = &made["spec"]["podTemplate"]["spec"];
+    assert_eq!(pod["runtimeClassName"], json!("gvisor"));
+    assert_eq!(pod["nodeSelector"], json!({"disk": "ssd", "pool": "sandboxes"}));
+    assert_eq!(pod["tolerations"][0]["tolerationSeconds"], json!(30));
+    assert!(pod["storageClassName"].is_null(), "that is the claim's");
+    let own = bench.server.object("persistentvolumeclaims", &claim(&id)).unwrap();
+    assert_eq!(own["spec"]["storageClassName"], json!("fast"));
+
+    let id = SandboxId::generate();
+    driver.create(&id, &with(json!({"claimTemplates": true})), Run(1)).await.unwrap();
+    driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
+    let there = bench.server.names("persistentvolumeclaims");
+    assert!(
+        there.contains(&format!("workspace-{}", object(&id))) && !there.contains(&claim(&id)),
+        "{there:?}"
+    );
+
+    bench.server.forget();
+    for (key, bad) in [
+        ("hostNetwork", json!({"hostNetwork": true})),
+        ("serviceAccountName", json!({"serviceAccountName": "admin"})),
+        ("nodeSelector", json!({"nodeSelector": {"pool": "control-plane"}})),
+        ("tolerations", json!({"tolerations": "all"})),
+    ] {
+        let id = SandboxId::generate();
+        for refused in
+            [driver.check(&with(bad.clone())), driver.create(&id, &with(bad), Run(1)).await.map(drop)]
+        {
+            assert!(
+                matches!(&refused, Err(DriverError::Invalid(text)) if text.starts_with(&format!("driver_config.{key}:"))),
+                "{refused:?}"
+            );
+        }
+    }
+    assert!(bench.server.asked().iter().all(|asked| asked.method == "GET"), "nothing is written");
+}
+
+#[tokio::test]
+async fn an_agent_may_come_by_an_image_volume_and_pods_of_before_are_still_reached() {
+    let (bench, driver) = Bench::new(Generation::Stable).await;
+    let before = SandboxId::generate();
+    driver.create(&before, &spec(), Run(1)).await.unwrap();
+    driver.start(&before, Keep::Disk, Run(1)).await.unwrap();
+    drop(driver);
+    let mut config = bench.config.clone();
+    config.agent_volume = true;
+    let driver = torpor_driver_kubernetes::KubernetesDriver::new(config).await.unwrap();
+    let id = SandboxId::generate();
+    driver.create(&id, &spec(), Run(1)).await.unwrap();
+    driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
+    let pod = bench.server.object("pods", &object(&id)).unwrap();
+    assert!(pod["spec"]["initContainers"].is_null());
+    let volumes = pod["spec"]["volumes"].as_array().unwrap();
+    let image = json!({"reference": "registry.test/torpor-agent:1", "pullPolicy": "IfNotPresent"});
+    assert!(volumes.contains(&json!({"name": "agent", "image": image})), "{volumes:?}");
+    assert_eq!(pod["spec"]["containers"][0]["command"][0], json!("/.torpor-agent/torpor-agent"));
+    for (id, run) in [(&id, 1), (&before, 1)] {
+        assert_eq!(driver.observe(id).await.unwrap(), Observed::Running { run: Run(run), agent: true });
+        assert!(driver.stop(id, Keep::Disk, GRACE).await.unwrap().flushed);
+    }
+}
+
+#[tokio::test]
+async fn a_template_claim_that_is_gone_is_missing_and_not_made_anew() {
+    let (bench, driver) =
+        Bench::with(Generation::Stable, Behaviour::default(), |config| config.claim_templates = true).await;
+    let id = SandboxId::generate();
+    driver.create(&id, &spec(), Run(1)).await.unwrap();
+    driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
+    driver.stop(&id, Keep::Disk, GRACE).await.unwrap();
+    let claim = format!("workspace-{}", object(&id));
+    bench.server.remove("persistentvolumeclaims", &claim);
+    let missing = driver.start(&id, Keep::Disk, Run(2)).await;
+    assert!(matches!(&missing, Err(DriverError::DataMissing(text)) if text.contains(&claim)), "{missing:?}");
+    // The controller may have made another one by then, or makes it now: it is no workspace of this sandbox.
+    bench
+        .server
+        .change("sandboxes", &object(&id), |object| object["metadata"]["annotations"]["x"] = json!("y"));
+    until("an empty one", async || bench.server.object("persistentvolumeclaims", &claim).is_some()).await;
+    let missing = driver.start(&id, Keep::Disk, Run(2)).await;
+    assert!(matches!(&missing, Err(DriverError::DataMissing(text)) if text.contains(&claim)), "{missing:?}");
+    assert!(bench.server.names("pods").is_empty());
+    // One from a backup is.
+    bench
+        .server
+        .change("persistentvolumeclaims", &claim, |claim| claim["metadata"]["ownerReferences"] = json!([]));
+    driver.start(&id, Keep::Disk, Run(2)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_workspace_is_where_it_was_made_whatever_the_configuration_says_since() {
+    let (bench, driver) = Bench::new(Generation::Stable).await;
+    let id = SandboxId::generate();
+    driver.create(&id, &spec(), Run(1)).await.unwrap();
+    drop(driver);
+    for templates in [true, false] {
+        let mut config = bench.config.clone();
+        (config.claim_templates, config.mount_path) = (templates, "/elsewhere".to_owned());
+        let driver = torpor_driver_kubernetes::KubernetesDriver::new(config).await.unwrap();
+        let run = Run(1 + u64::from(templates));
+        driver.start(&id, Keep::Disk, run).await.unwrap();
+        driver.stop(&id, Keep::Disk, GRACE).await.unwrap();
+        if !templates {
+            bench.server.remove("persistentvolumeclaims", &claim(&id));
+            let missing = driver.start(&id, Keep::Disk, Run(3)).await;
+            assert!(matches!(missing, Err(DriverError::DataMissing(_))), "{missing:?}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn workspaces_have_their_namespaces() {
     let (bench, driver) = Bench::with(Generation::Stable, Behaviour::default(), |config| {
         config.namespaces.insert("team".into(), "default".into());
@@ -135,6 +266,7 @@ async fn workspaces_have_their_namespaces() {
     driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
     let posts = bench.server.asked().into_iter().filter(|a| a.method == "POST" && a.code == 201);
     assert!(posts.clone().count() == 2 && posts.into_iter().all(|a| a.path.contains("/namespaces/default/")));
+    assert!(driver.has_place_of_its_own("team") && !driver.has_place_of_its_own("default"));
     driver.delete(&id).await.unwrap();
     assert_eq!(driver.observe(&id).await.unwrap(), Observed::Missing);
 }
@@ -190,6 +322,33 @@ async fn a_server_that_hangs_or_fails_is_waited_for_and_a_missing_right_is_told(
     assert!(forbidden.contains("torpor doctor --driver kubernetes"), "{forbidden}");
     bench.server.trouble("POST", "/sandboxes", 1, Trouble::Late(Duration::from_millis(500)));
     driver.create(&id, &spec(), Run(1)).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_overload_of_lists_and_watches_is_waited_out() {
+    let (bench, driver) = Bench::new(Generation::Stable).await;
+    driver.create(&SandboxId::generate(), &spec(), Run(1)).await.unwrap();
+    drop(driver);
+    bench.server.trouble("GET", "/sandboxes?", 2, Trouble::TooMany);
+    bench.server.trouble("GET", "/pods?", 1, Trouble::TooMany);
+    let driver = bench.driver().await;
+    until("watched", async || driver.watched() == Some(1)).await;
+    let busy = bench.server.asked().iter().filter(|asked| asked.code == 429).count();
+    assert_eq!(busy, 3, "asked again, and no more than that");
+}
+
+/// The cluster in memory is a service, too: what is asked in process is answered as over HTTP.
+#[tokio::test]
+async fn a_client_asks_the_same_cluster_in_process() {
+    use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+    let (bench, driver) = Bench::new(Generation::Stable).await;
+    let id = SandboxId::generate();
+    driver.create(&id, &spec(), Run(1)).await.unwrap();
+    let client = kube::Client::new(bench.server.service(), torpor_test_kube::NAMESPACE);
+    let claims: kube::Api<PersistentVolumeClaim> = kube::Api::default_namespaced(client);
+    assert_eq!(claims.get(&claim(&id)).await.unwrap().metadata.name, Some(claim(&id)));
+    let missing = claims.get_opt("nobody").await.unwrap();
+    assert!(missing.is_none());
 }
 
 #[tokio::test]
@@ -269,6 +428,15 @@ async fn a_cluster_without_the_kind_is_refused_before_anything_is_written() {
     bench.server.upgrade(Generation::Stable);
     driver.create(&id, &spec(), Run(1)).await.unwrap();
     driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
+
+    // What was begun before waits until it is back.
+    bench.server.upgrade(Generation::Absent);
+    until("it is known to be gone", async || driver.lacks().is_some()).await;
+    let waits = driver.stop(&id, Keep::Disk, GRACE).await.unwrap_err();
+    assert!(waits.waits_for_host() && waits.to_string().contains("not installed"), "{waits:?}");
+    bench.server.upgrade(Generation::Stable);
+    driver.stop(&id, Keep::Disk, GRACE).await.unwrap();
+    assert!(driver.lacks().is_none());
 }
 
 #[tokio::test]
@@ -277,13 +445,15 @@ async fn what_no_pod_can_be_is_refused_by_its_field() {
     let volume = |source: &str, target: &str| {
         vec![Volume { source: source.into(), target: target.into(), read_only: false }]
     };
-    let cases: [(&str, SandboxSpec); 6] = [
+    let cases: [(&str, SandboxSpec); 8] = [
         ("kernel", SandboxSpec { kernel: Some("/k".into()), ..spec() }),
         ("machine", SandboxSpec { machine: "kvm".into(), ..spec() }),
         ("egress", SandboxSpec { egress: Some(Egress::None), ..spec() }),
         ("volumes", SandboxSpec { volumes: volume("/Not/a claim", "/data"), ..spec() }),
         ("volumes", SandboxSpec { volumes: volume("/claim/../x", "/data"), ..spec() }),
         ("volumes", SandboxSpec { volumes: volume("claim", "/.torpor/x"), ..spec() }),
+        ("volumes", SandboxSpec { volumes: volume("claim", "/.torpor-agent"), ..spec() }),
+        ("volumes", SandboxSpec { volumes: volume("/torpor-other-workspace/a", "/data"), ..spec() }),
     ];
     for (field, bad) in cases {
         let refused = driver.check(&bad);

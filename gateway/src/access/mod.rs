@@ -30,6 +30,12 @@ pub use audit::Audit;
 pub use identify::{PREFIX as SECRET_PREFIX, Peer, certificate_subject, hash_of, new_secret};
 pub use layer::Guard;
 pub use methods::{Method, Need};
+
+/// The method of a path, as the table has it.
+pub fn method_of_path(path: &str) -> Option<&'static str> {
+    methods::of_path(path).map(|method| method.path)
+}
+
 pub use oidc::Oidc;
 
 use crate::{

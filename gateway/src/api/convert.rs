@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use torpor_proto::v1;
 use torpor_sandbox::{Exit, Failure, Keep, Phase, RestartPolicy, State, Volume, spec::unqualified};
 
-use super::{endpoints, network};
+use super::{endpoints, json, network};
 use crate::{
     error::{ApiError, next_command},
     expose::ExposeWish,
@@ -120,6 +120,7 @@ pub fn spec(spec: v1::SandboxSpec) -> Result<TemplateSpec, ApiError> {
         egress: network::egress(spec.egress)?,
         volumes: spec.volumes.into_iter().map(volume).collect(),
         endpoints: endpoints::wanted(spec.endpoints)?,
+        driver_config: json::map(spec.driver_config.unwrap_or_default(), "driver_config")?,
     })
 }
 
@@ -189,6 +190,7 @@ pub fn sandbox(view: &View) -> v1::Sandbox {
             egress: spec.egress.as_ref().map(network::shown),
             volumes: spec.volumes.iter().map(shown_volume).collect(),
             endpoints: spec.endpoints.iter().map(endpoints::shown).collect(),
+            driver_config: json::shown(&spec.driver_config),
         }),
         status: Some(status(view)),
         created: time(record.created),

@@ -10,6 +10,7 @@ mod files;
 mod forward;
 mod gateway;
 mod images;
+mod json;
 mod logs;
 mod network;
 mod openshell;

@@ -5,7 +5,7 @@ use tonic::{Request, Response, Status};
 use torpor_proto::v1;
 
 use super::{
-    Shared, convert, endpoints, network,
+    Shared, convert, endpoints, json, network,
     sandboxes::{PAGE_BYTES, page_size},
     update::words,
 };
@@ -59,6 +59,7 @@ fn shown(template: Template) -> v1::Template {
             egress: spec.egress.as_ref().map(network::shown),
             volumes: spec.volumes.iter().map(convert::shown_volume).collect(),
             endpoints: spec.endpoints.iter().map(endpoints::shown).collect(),
+            driver_config: json::shown(&spec.driver_config),
         }),
         created: convert::time(template.created),
         changed: convert::time(template.changed),

@@ -52,7 +52,10 @@ pub use tokens::{Rights, Token};
 pub use watch::{Change, Cursor, Missed, Since, Wanted};
 pub use workspaces::{Member, Role, Workspace};
 
-use crate::byid::ById;
+use crate::{
+    byid::ById,
+    metrics::{self, Phases},
+};
 
 use recent::Recent;
 
@@ -280,6 +283,8 @@ pub struct Store {
     /// Those who wait for a change of one sandbox.
     listeners: Arc<ById<Change>>,
     recent: Arc<Recent>,
+    /// Phases that sandboxes have left since this was opened.
+    pub phases: Arc<Phases>,
     /// Requests that wait for the writer.
     waiting: AtomicUsize,
     limits: PoolLimits,
@@ -323,8 +328,13 @@ impl Store {
         let (changes, _) = broadcast::channel(4096);
         let listeners = Arc::new(ById::default());
         let recent = Arc::new(Recent::default());
-        let publish =
-            Publisher { all: changes.clone(), listeners: listeners.clone(), recent: recent.clone() };
+        let phases = Arc::new(metrics::phases());
+        let publish = Publisher {
+            all: changes.clone(),
+            listeners: listeners.clone(),
+            recent: recent.clone(),
+            phases: phases.clone(),
+        };
         let writer = thread::Builder::new()
             .name("store-writer".to_owned())
             .spawn({
@@ -341,6 +351,7 @@ impl Store {
             changes,
             listeners,
             recent,
+            phases,
             waiting: AtomicUsize::new(0),
             limits,
             lock: Mutex::new(Some(lock)),
@@ -363,6 +374,11 @@ impl Store {
     /// Why not.
     pub async fn ping(&self) -> Result<(), StoreError> {
         self.write(|_, _| Ok(())).await
+    }
+
+    /// Requests of clients that wait for the writer.
+    pub fn queue(&self) -> usize {
+        self.waiting.load(Ordering::SeqCst)
     }
 
     /// Commits what is queued and closes the database.
@@ -476,10 +492,15 @@ struct Publisher {
     all: broadcast::Sender<Change>,
     listeners: Arc<ById<Change>>,
     recent: Arc<Recent>,
+    phases: Arc<Phases>,
 }
 
 impl Publisher {
     fn publish(&self, change: Change) {
+        if let Some((from, time)) = change.ended {
+            let to = if change.gone { "" } else { change.record.state.phase.as_str() };
+            self.phases.observe([from.as_str().into(), to.into()], time);
+        }
         self.recent.put(&change);
         self.listeners.send(&change.record.id, || change.clone());
         // Nobody listens.

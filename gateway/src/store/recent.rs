@@ -73,7 +73,7 @@ mod tests {
             change: number,
             seq: 1,
         };
-        Change { number, record: Arc::new(record), gone }
+        Change { number, record: Arc::new(record), gone, ended: None }
     }
 
     #[test]

@@ -253,6 +253,7 @@ pub(super) fn empty_spec() -> SandboxSpec {
         workspace: DEFAULT_WORKSPACE.to_owned(),
         volumes: Vec::new(),
         endpoints: Vec::new(),
+        driver_config: Default::default(),
     }
 }
 
@@ -487,6 +488,8 @@ fn apply(
 ) -> Result<Applied, StoreError> {
     let refused = |refusal| StoreError::Refused { name: record.name.clone(), refusal };
     let to = next(&record.state, event, record.spec.restart).map_err(refused)?;
+    let from = record.state.phase;
+    let after = from_millis(now()).duration_since(record.since).unwrap_or_default();
     let (record, number, gone) = match to {
         Next::Same => {
             return Ok(Applied { record: Arc::new(record), changed: false, gone: false, replayed: false });
@@ -505,7 +508,8 @@ fn apply(
         }
     };
     let record = Arc::new(record);
-    changes.push(Change { number, record: record.clone(), gone });
+    let ended = (gone || record.state.phase != from).then_some((from, after));
+    changes.push(Change { number, record: record.clone(), gone, ended });
     Ok(Applied { record, changed: true, gone, replayed: false })
 }
 
@@ -529,7 +533,7 @@ impl Store {
             }
             let record = Arc::new(insert(conn, new)?);
             ports.iter().try_for_each(|port| exposed::insert(conn, &record, port))?;
-            changes.push(Change { number: record.change, record: record.clone(), gone: false });
+            changes.push(Change { number: record.change, record: record.clone(), gone: false, ended: None });
             Ok(record)
         })
         .await
@@ -681,6 +685,21 @@ impl Store {
                 .query_map([phase.as_str()], |row| row.get(0))?
                 .collect::<Result<_, _>>()?;
             Ok(ids.into_iter().filter_map(|id| id.parse().ok()).collect())
+        })
+        .await
+    }
+
+    /// How many sandboxes there are in each phase that any is in.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn by_phase(self: &Arc<Self>) -> Result<BTreeMap<String, u64>, StoreError> {
+        self.read(|conn| {
+            let counts = conn
+                .prepare_cached("SELECT phase, count(*) FROM sandboxes GROUP BY phase")?
+                .query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?
+                .collect::<Result<_, _>>()?;
+            Ok(counts)
         })
         .await
     }

@@ -188,6 +188,6 @@ pub(super) fn write(
         // For those who watch by labels that it no longer has, it is as good as deleted.
         watch::bury(conn, &record, record.change, now())?;
     }
-    changes.push(Change { number: record.change, record: record.clone(), gone: false });
+    changes.push(Change { number: record.change, record: record.clone(), gone: false, ended: None });
     Ok(Applied { record, changed: true, gone: false, replayed: false })
 }

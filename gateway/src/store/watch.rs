@@ -1,8 +1,9 @@
 //! Changes, in order, for those who watch.
 
-use std::{fmt, str::FromStr, sync::Arc};
+use std::{fmt, str::FromStr, sync::Arc, time::Duration};
 
 use rusqlite::Connection;
+use torpor_sandbox::Phase;
 
 use super::{Record, Selector, Store, StoreError, sandboxes, schema};
 
@@ -21,6 +22,8 @@ pub struct Change {
     pub record: Arc<Record>,
     /// The record went away.
     pub gone: bool,
+    /// The phase that it has ended, and how long that was; none: it is in the same one.
+    pub ended: Option<(Phase, Duration)>,
 }
 
 /// The number of the last change that a watcher has seen.

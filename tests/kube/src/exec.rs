@@ -35,7 +35,9 @@ pub(crate) fn start(
 ) -> Result<Response<Body>, Refusal> {
     let pod = world.lock().objects.get(key)?;
     let command: Vec<&str> = query.all("command").collect();
-    if !matches!(command.as_slice(), [_, flag, _] if *flag == "--connect") {
+    // The agent is where the pod has it, and nowhere else.
+    let agent = text(&pod, "/spec/containers/0/command/0");
+    if !matches!(command.as_slice(), [program, "--connect", _] if *program == agent) {
         return Err(Refusal::bad(format!("the test's pods can't run {command:?}")));
     }
     let connection = world.kubelet.connect(text(&pod, "/metadata/uid"));

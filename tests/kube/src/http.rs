@@ -1,17 +1,20 @@
 //! The server: requests over HTTP/1.1, as kube's client speaks it.
 
-use std::{convert::Infallible, sync::Arc};
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
 
 use bytes::Bytes;
 use futures::stream;
 use http_body_util::{BodyExt as _, Full, StreamBody, combinators::BoxBody};
-use hyper::{
-    Request, Response, StatusCode,
-    body::{Frame, Incoming},
-    server::conn::http1,
-    service::service_fn,
+use hyper::{Request, Response, StatusCode, body::Frame, server::conn::http1};
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
 };
-use hyper_util::rt::{TokioIo, TokioTimer};
 use serde_json::{Value, json};
 use tokio::{net::TcpListener, task::JoinSet};
 
@@ -26,7 +29,8 @@ use crate::{
     world::{Asked, Trouble, World},
 };
 
-pub(crate) type Body = BoxBody<Bytes, Infallible>;
+/// Of an answer.
+pub type Body = BoxBody<Bytes, Infallible>;
 /// Largest body of a request, bytes, as etcd has it.
 const LARGEST: usize = 3 << 20;
 
@@ -49,7 +53,7 @@ pub(crate) async fn serve(listener: TcpListener, world: Arc<World>) {
                 let _slower = stream.set_nodelay(true).is_err();
                 let world = world.clone();
                 connections.spawn(async move {
-                    let service = service_fn(move |request| answer(world.clone(), request));
+                    let service = TowerToHyperService::new(Service(world));
                     let served = http1::Builder::new().timer(TokioTimer::new()).serve_connection(TokioIo::new(stream), service);
                     // A client that goes away is no fault.
                     let _ = served.with_upgrades().await;
@@ -60,7 +64,35 @@ pub(crate) async fn serve(listener: TcpListener, world: Arc<World>) {
     }
 }
 
-async fn answer(world: Arc<World>, mut request: Request<Incoming>) -> Result<Response<Body>, Cut> {
+/// The API, which can be asked in process as well, by whatever speaks to a `tower::Service`. (For exec there must be a
+/// connection.)
+#[derive(Clone, Debug)]
+pub struct Service(pub(crate) Arc<World>);
+
+impl<B> tower::Service<Request<B>> for Service
+where
+    B: hyper::body::Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    type Response = Response<Body>;
+    type Error = Cut;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Cut>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Cut>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        Box::pin(answer(self.0.clone(), request))
+    }
+}
+
+async fn answer<B>(world: Arc<World>, mut request: Request<B>) -> Result<Response<Body>, Cut>
+where
+    B: hyper::body::Body,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
     let upgrade =
         request.headers().contains_key("sec-websocket-key").then(|| hyper::upgrade::on(&mut request));
     let (parts, body) = request.into_parts();
@@ -77,7 +109,7 @@ async fn answer(world: Arc<World>, mut request: Request<Incoming>) -> Result<Res
     };
     let whole = format!("{}?{}", asked.path, asked.query);
     let trouble = world.troubled(&asked.method, &whole);
-    let mut cut = false;
+    let (mut cut, mut later) = (false, None);
     let early = match trouble {
         Some(Trouble::TooMany) => Some(Refusal::too_many()),
         Some(Trouble::Broken) => {
@@ -93,6 +125,10 @@ async fn answer(world: Arc<World>, mut request: Request<Incoming>) -> Result<Res
         }
         Some(Trouble::CutAfter) => {
             cut = true;
+            None
+        }
+        Some(Trouble::AnswerLate(time)) => {
+            later = Some(time);
             None
         }
         None => None,
@@ -122,12 +158,15 @@ async fn answer(world: Arc<World>, mut request: Request<Incoming>) -> Result<Res
     let response = respond(done, warned);
     asked.code = response.status().as_u16();
     world.record(asked);
+    if let Some(time) = later {
+        tokio::time::sleep(time).await;
+    }
     if cut { Err(Cut) } else { Ok(response) }
 }
 
 /// The connection ends without an answer.
 #[derive(Debug)]
-struct Cut;
+pub struct Cut;
 
 impl std::fmt::Display for Cut {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -30,6 +30,7 @@ use std::{
 
 use tokio::{net::TcpListener, task::JoinHandle};
 
+pub use http::{Body, Cut, Service};
 pub use resources::{GROUP, Generation};
 pub use world::{Asked, Behaviour, NAMESPACE, Trouble, World};
 
@@ -61,6 +62,11 @@ impl Server {
     /// Where it answers.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
+    }
+
+    /// The same to be asked in process.
+    pub fn service(&self) -> Service {
+        Service(self.world.clone())
     }
 
     /// Writes a kubeconfig for it into a folder.

@@ -76,8 +76,10 @@ pub enum Trouble {
     Forbidden,
     /// Done, and then the connection is cut before the answer.
     CutAfter,
-    /// Answered after this time.
+    /// Done after this time.
     Late(Duration),
+    /// Done, and answered after this time: by then it may be old.
+    AnswerLate(Duration),
 }
 
 #[derive(Debug)]
@@ -262,6 +264,11 @@ impl World {
     pub fn remove(&self, plural: &str, name: &str) {
         self.lock().objects.remove(&key(plural, name));
         self.announce();
+    }
+
+    /// Takes an object out and tells no watch: as one that has silently lost an event.
+    pub fn lose(&self, plural: &str, name: &str) {
+        self.lock().objects.all.remove(&key(plural, name));
     }
 
     /// A pod's containers are killed: the pod is Failed.

@@ -1,8 +1,15 @@
-//! What a real API server was seen to do, each line of it once. With `TORPOR_TEST_CLUSTER=URL` (and
-//! `TORPOR_TEST_CLUSTER_TOKEN`, an http:// address such as `kubectl proxy` gives) the same is asked of a real one.
+//! What a real API server was seen to do, each line of it once. With `TORPOR_TEST_CLUSTER=URL` the same is asked of a real
+//! one: `https://` with `TORPOR_TEST_CLUSTER_CA=FILE` (PEM), `http://` as `kubectl proxy` gives, with
+//! `TORPOR_TEST_CLUSTER_TOKEN` where it wants one, in the namespace "sandboxes" or `TORPOR_TEST_CLUSTER_NAMESPACE`.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::sync::atomic::{AtomicU32, Ordering};
+#[path = "semantics/controllers.rs"]
+mod controllers;
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
 
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
@@ -10,6 +17,10 @@ use hyper::{Request, client::conn::http1, header::HeaderMap};
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
+use tokio_rustls::{
+    TlsConnector,
+    rustls::{self, ClientConfig, RootCertStore},
+};
 use torpor_test_kube::{Behaviour, Generation, Server};
 
 const MERGE: &str = "application/merge-patch+json";
@@ -73,10 +84,9 @@ impl Cluster {
         kind: &str,
         body: &Value,
     ) -> hyper::Response<hyper::body::Incoming> {
-        let address = self.url.trim_start_matches("http://").trim_end_matches('/').to_owned();
-        let stream = TcpStream::connect(&address).await.unwrap();
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.unwrap();
-        tokio::spawn(connection);
+        let (mut sender, address) = connect(&self.url).await;
+        let namespace = std::env::var("TORPOR_TEST_CLUSTER_NAMESPACE").unwrap_or("sandboxes".to_owned());
+        let path = &path.replace("/namespaces/sandboxes/", &format!("/namespaces/{namespace}/"));
         let body = if body.is_null() { String::new() } else { body.to_string() };
         let mut request = Request::builder().method(method).uri(path).header("Host", address);
         if !body.is_empty() {
@@ -125,6 +135,44 @@ impl Cluster {
         tokio::time::timeout(std::time::Duration::from_secs(20), read).await.expect("events");
         events
     }
+}
+
+type Sender = http1::SendRequest<Full<Bytes>>;
+
+async fn greet(stream: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static) -> Sender {
+    let (sender, connection) = http1::handshake(TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(connection);
+    sender
+}
+
+/// A connection, and the host that it is to.
+async fn connect(url: &str) -> (Sender, String) {
+    let (scheme, rest) = url.split_once("://").expect("TORPOR_TEST_CLUSTER=http(s)://HOST[:PORT]");
+    let host = rest.trim_end_matches('/').to_owned();
+    let name =
+        host.rsplit_once(':').map_or(host.as_str(), |(name, _)| name).trim_matches(['[', ']']).to_owned();
+    let tls = scheme == "https";
+    let ported = host.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
+    let address = if ported { host.clone() } else { format!("{host}:{}", if tls { 443 } else { 80 }) };
+    let stream = TcpStream::connect(&address).await.unwrap();
+    if !tls {
+        return (greet(stream).await, host);
+    }
+    let file =
+        std::env::var("TORPOR_TEST_CLUSTER_CA").expect("TORPOR_TEST_CLUSTER_CA=FILE of the cluster's CA");
+    let mut file = std::io::BufReader::new(std::fs::File::open(file).unwrap());
+    let mut roots = RootCertStore::empty();
+    for certificate in rustls_pemfile::certs(&mut file) {
+        roots.add(certificate.unwrap()).unwrap();
+    }
+    let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let stream =
+        TlsConnector::from(Arc::new(config)).connect(name.try_into().unwrap(), stream).await.unwrap();
+    (greet(stream).await, host)
 }
 
 fn name(of: &str) -> String {
@@ -202,6 +250,8 @@ async fn patches_are_merge_json_or_apply_and_nothing_else() {
 
     let again = cluster.ask("PATCH", &path, MERGE, json!({"metadata": {"annotations": {"a": "1"}}})).await;
     assert_eq!(again.version(), stepped.version(), "a patch that changes nothing");
+    let asleep = cluster.ask("PATCH", &path, MERGE, json!({"spec": {"operatingMode": "Suspended"}})).await;
+    assert_eq!(asleep.json()["metadata"]["generation"], json!(1), "nor is it another generation");
     let stale =
         json!({"metadata": {"resourceVersion": made.version()}, "spec": {"operatingMode": "Running"}});
     let stale = cluster.ask("PATCH", &path, MERGE, stale).await;
@@ -314,6 +364,56 @@ async fn a_deletion_says_the_uid_minds_its_precondition_and_waits_in_the_foregro
 }
 
 #[tokio::test]
+async fn what_an_object_owns_goes_with_it_and_what_others_own_stays() {
+    let cluster = Cluster::new().await;
+    let Some(server) = cluster.own("owners") else { return };
+    let name = name("owner");
+    let mut wanted = sandbox(&name, "Running");
+    wanted["spec"]["volumeClaimTemplates"] = json!([{"metadata": {"name": "data"},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1"}}}}]);
+    assert_eq!(cluster.post(BETA, wanted).await.code, 201);
+    cluster.post(CLAIMS, claim(&format!("{name}-own"), json!({}))).await;
+    let there = |plural: &str, name: &str| server.object(plural, name).is_some();
+    until("its pod, claim and service", || {
+        there("pods", &name)
+            && there("persistentvolumeclaims", &format!("data-{name}"))
+            && there("services", &name)
+    })
+    .await;
+    let done = cluster.ask("DELETE", &format!("{BETA}/{name}"), "", Value::Null).await;
+    assert_eq!(done.json()["status"], json!("Success"), "not waited for");
+    assert_eq!(cluster.get(&format!("{BETA}/{name}")).await.code, 404);
+    until("the garbage", || {
+        !there("pods", &name)
+            && !there("persistentvolumeclaims", &format!("data-{name}"))
+            && !there("services", &name)
+    })
+    .await;
+    assert!(there("persistentvolumeclaims", &format!("{name}-own")));
+}
+
+#[tokio::test]
+async fn claim_templates_of_a_sandbox_can_not_be_changed() {
+    let cluster = Cluster::new().await;
+    let name = name("fixed");
+    cluster.post(BETA, sandbox(&name, "Suspended")).await;
+    let patch = json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "late"},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1"}}}}]}});
+    let refused = cluster.ask("PATCH", &format!("{BETA}/{name}"), MERGE, patch).await;
+    assert_eq!((refused.code, refused.reason().as_str()), (422, "Invalid"));
+}
+
+async fn until(what: &str, mut test: impl FnMut() -> bool) {
+    for _ in 0..400 {
+        if test() {
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    panic!("it never came about: {what}");
+}
+
+#[tokio::test]
 async fn lists_come_in_pages_of_one_version_and_an_old_token_brings_a_fresh_one() {
     let cluster = Cluster::new().await;
     for n in 0..5 {
@@ -328,6 +428,8 @@ async fn lists_come_in_pages_of_one_version_and_an_old_token_brings_a_fresh_one(
     assert_eq!(second["metadata"]["resourceVersion"], first["metadata"]["resourceVersion"]);
     let token = second["metadata"]["continue"].as_str().unwrap();
     let third = cluster.get(&format!("{CLAIMS}?limit=2&continue={token}")).await.json();
+    assert_eq!(third["metadata"]["resourceVersion"], first["metadata"]["resourceVersion"]);
+    assert!(third["metadata"]["continue"].as_str().unwrap_or_default().is_empty(), "it was the last");
     assert_eq!(third["items"].as_array().unwrap().len(), 1, "what came later is not of this version");
     let cached = cluster.get(&format!("{CLAIMS}?limit=2&resourceVersion=0")).await.json();
     assert_eq!(cached["items"].as_array().unwrap().len(), 6, "a list from the cache knows no pages");
@@ -363,7 +465,8 @@ async fn a_watch_from_too_far_back_is_an_error_within_a_success() {
     let from = cluster.get(CLAIMS).await.version();
     let Some(server) = cluster.own("a compaction") else { return };
     server.compact();
-    let events = cluster.events(&format!("{CLAIMS}?watch=true&resourceVersion={from}"), 1).await;
+    let events = cluster.events(&format!("{CLAIMS}?watch=true&resourceVersion={from}"), 2).await;
+    assert_eq!(events.len(), 1, "one, and then the end: {events:?}");
     assert_eq!((&events[0]["type"], &events[0]["object"]["code"]), (&json!("ERROR"), &json!(410)));
 }
 
@@ -411,6 +514,53 @@ async fn the_older_version_shows_the_same_object_and_warns() {
     assert_eq!(scale["spec"]["replicas"], json!(1));
     let two = cluster.ask("PATCH", &format!("{ALPHA}/{name}"), MERGE, json!({"spec": {"replicas": 2}})).await;
     assert_eq!(two.code, 422);
+}
+
+/// By URL, CA and token alone, as a real one is reached.
+#[tokio::test]
+async fn a_cluster_is_reached_over_tls_with_a_token() {
+    let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let ca = folder.path().join("ca.pem");
+    std::fs::write(&ca, made.cert.pem()).unwrap();
+    let inner = Server::start(Generation::Stable, Behaviour::default()).await.unwrap();
+    let key = rustls::pki_types::PrivateKeyDer::try_from(made.signing_key.serialize_der()).unwrap();
+    let config =
+        rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![made.cert.der().clone()], key)
+            .unwrap();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("https://{}", listener.local_addr().unwrap());
+    let behind = inner.url().trim_start_matches("http://").to_owned();
+    tokio::spawn(async move {
+        let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
+        while let Ok((stream, _)) = listener.accept().await {
+            let mut stream = acceptor.accept(stream).await.unwrap();
+            let mut plain = TcpStream::connect(&behind).await.unwrap();
+            let _ = tokio::io::copy_bidirectional(&mut stream, &mut plain).await;
+        }
+    });
+    // The suite's own process, since it is told by its environment.
+    let program = std::env::current_exe().unwrap();
+    let suite = tokio::process::Command::new(program)
+        .args([
+            "--exact",
+            "status_is_ignored_on_the_object_and_spec_on_its_status",
+            "apply_makes_owns_fights_and_is_forced",
+        ])
+        .env("TORPOR_TEST_CLUSTER", &url)
+        .env("TORPOR_TEST_CLUSTER_CA", &ca)
+        .env("TORPOR_TEST_CLUSTER_TOKEN", "secret")
+        .env("TORPOR_TEST_CLUSTER_NAMESPACE", "default")
+        .output()
+        .await
+        .unwrap();
+    assert!(suite.status.success(), "{}", String::from_utf8_lossy(&suite.stdout));
+    let asked = inner.asked();
+    assert!(asked.len() > 4 && asked.iter().all(|asked| asked.path.contains("/namespaces/default/")));
 }
 
 #[tokio::test]

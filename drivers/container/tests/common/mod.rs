@@ -137,6 +137,7 @@ impl Bench {
             workspace: "default".to_owned(),
             volumes: Vec::new(),
             endpoints: Vec::new(),
+            driver_config: Default::default(),
         }
     }
 

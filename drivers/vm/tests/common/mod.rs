@@ -210,6 +210,7 @@ impl Bench {
             workspace: "default".to_owned(),
             volumes: Vec::new(),
             endpoints: Vec::new(),
+            driver_config: Default::default(),
         }
     }
 

@@ -91,6 +91,8 @@ fn described(from: v1::SandboxSpec) -> os::SandboxWorkloadTemplateSpec {
         text("user", from.user),
         text("workdir", from.workdir),
         text("disk", resources.disk_bytes.map_or_else(String::new, |bytes| bytes.to_string())),
+        from.driver_config
+            .map(|config| ("config".to_owned(), Value { kind: Some(ValueKind::StructValue(config)) })),
     ]
     .into_iter()
     .flatten()
@@ -311,6 +313,9 @@ mod tests {
                 cpus: Some(2),
                 memory_bytes: Some(1 << 30),
                 disk_bytes: Some(3 << 30),
+            }),
+            driver_config: Some(Struct {
+                fields: [("a".to_owned(), Value { kind: Some(ValueKind::BoolValue(true)) })].into(),
             }),
             ..v1::SandboxSpec::default()
         };

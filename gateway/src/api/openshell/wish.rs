@@ -38,11 +38,18 @@ pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
     Ok(spec)
 }
 
-/// What drivers of ours are told: the strings under "torpor".
+/// What drivers of ours are told: what stands under "torpor".
 fn driver_config(config: Option<&Struct>, spec: &mut v1::SandboxSpec) -> Result<(), ApiError> {
     let Some(ours) = config.and_then(|config| field(config, "torpor")) else { return Ok(()) };
     for (key, value) in &ours.fields {
         let field = format!("driver_config.torpor.{key}");
+        if key == "config" {
+            let Some(Kind::StructValue(config)) = &value.kind else {
+                return Err(ApiError::invalid(&field, "an object is needed"));
+            };
+            spec.driver_config = Some(config.clone());
+            continue;
+        }
         let Some(Kind::StringValue(text)) = &value.kind else {
             return Err(ApiError::invalid(&field, "text is needed"));
         };
@@ -57,7 +64,7 @@ fn driver_config(config: Option<&Struct>, spec: &mut v1::SandboxSpec) -> Result<
                 spec.resources.get_or_insert_default().disk_bytes = Some(bytes);
             }
             _ => {
-                let known = "driver, machine, kernel, user, workdir and disk are known";
+                let known = "driver, machine, kernel, user, workdir, disk and config are known";
                 return Err(ApiError::invalid(&field, known));
             }
         }
