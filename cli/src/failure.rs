@@ -2,7 +2,7 @@
 
 use std::{fmt::Write as _, io};
 
-use torpor_sdk::{ApiError, Code, Error, v1};
+use torpor_sdk::{ApiError, Code, Error, phase, v1};
 
 use crate::output::{clean, clean_block};
 
@@ -114,11 +114,7 @@ impl From<Error> for Failure {
             Error::Unreachable { kind, .. } => unreachable_gateway(message, kind),
             Error::Lost(_) => Self::new(UNAVAILABLE, message),
             Error::Api(api) => of_api(*api),
-            Error::CannotReach { sandbox, .. } => {
-                let mut failure = Self::new(FAILED, message).with_failure_of(&sandbox);
-                failure.code = of_reason(&failure.told.reason);
-                failure
-            }
+            Error::CannotReach { sandbox, .. } => cannot_reach(message, &sandbox),
             Error::Gone { .. } => Self::new(NOT_FOUND, message),
             Error::WaitTimedOut { sandbox, .. } => {
                 let failure = Self::new(TIMED_OUT, message);
@@ -130,6 +126,22 @@ impl From<Error> for Failure {
             _ => Self::new(FAILED, message),
         }
     }
+}
+
+/// A phase in which it stays. The failure that it may still know of is the reason only where that is Error.
+fn cannot_reach(message: String, sandbox: &v1::Sandbox) -> Failure {
+    let mut failure = Failure::new(FAILED, message);
+    match phase::of(sandbox) {
+        v1::Phase::Suspended => failure.told.next = format!("torpor resume {}", sandbox.name),
+        v1::Phase::Stopped | v1::Phase::Completed => {
+            failure.told.next = format!("torpor start {}", sandbox.name);
+        }
+        _ => {
+            failure = failure.with_failure_of(sandbox);
+            failure.code = of_reason(&failure.told.reason);
+        }
+    }
+    failure
 }
 
 /// Text of several lines that can't be taken for lines of our own.

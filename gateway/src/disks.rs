@@ -348,7 +348,7 @@ impl Service {
             DriverError::NoSpace(_) => ADVICE.to_owned(),
             DriverError::Locked { .. } => "end the process that holds the disk, then try again".to_owned(),
             DriverError::Unsupported(_) | DriverError::Invalid(_) => show_command(record),
-            _ => next_command(reason, &record.name),
+            _ => next_command(reason, record),
         };
         ApiError::new(code, reason, message).about(record).with("next", next)
     }

@@ -78,7 +78,7 @@ impl ApiError {
         let error = error
             .about(record)
             .with("step", &failure.step)
-            .with("next", next_command(&failure.reason, &record.name));
+            .with("next", next_command(&failure.reason, record));
         if failure.console.is_empty() {
             error
         } else {
@@ -127,20 +127,26 @@ pub fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The command to type after a failure.
-pub fn next_command(reason: &str, name: &str) -> String {
+/// The command to type after a failure, as far as the phase that it is in by now allows it.
+pub fn next_command(reason: &str, record: &Record) -> String {
+    let name = &record.name;
+    let verb = match record.state.phase {
+        // Only start wakes what was stopped.
+        Phase::Stopped | Phase::Stopping => "start",
+        _ => "resume",
+    };
     match reason {
         "BASE_MISSING" => {
-            format!("bring the image back (torpor image import or build), then: torpor resume {name}")
+            format!("bring the image back (torpor image import or build), then: torpor {verb} {name}")
         }
-        "BASE_CHANGED" => format!("put the image's own bytes back, then: torpor resume {name}"),
-        "DATA_MISSING" => format!("put the workspace disk back where it was, then: torpor resume {name}"),
+        "BASE_CHANGED" => format!("put the image's own bytes back, then: torpor {verb} {name}"),
+        "DATA_MISSING" => format!("put the workspace disk back where it was, then: torpor {verb} {name}"),
         "MEMORY_MISSING" => format!("torpor start {name}"),
-        "LOCKED" => format!("end the process that holds the disk, then: torpor resume {name}"),
+        "LOCKED" => format!("end the process that holds the disk, then: torpor {verb} {name}"),
         "EXHAUSTED" => "torpor list; suspend what is not needed".to_owned(),
         "NO_SPACE" => "free space on the host; the sandbox goes on by itself then".to_owned(),
         "CORRUPT" => format!("keep a copy of the disk's file, then: torpor sandbox disk show {name} --check"),
-        _ => format!("torpor logs {name}; torpor resume {name}"),
+        _ => format!("torpor logs {name}; torpor {verb} {name}"),
     }
 }
 

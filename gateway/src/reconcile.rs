@@ -722,12 +722,12 @@ fn wants(now: &State, then: &State, verb: &Step) -> bool {
     }
 }
 
-/// Restarts by policy come slower and slower.
+/// Restarts by policy come slower and slower while the runs before them don't last.
 fn restart_delay(record: &Record) -> Option<Duration> {
-    if record.state.phase != Phase::Starting || record.state.restarts == 0 {
+    if record.state.phase != Phase::Starting || record.state.streak == 0 {
         return None;
     }
-    let factor = 1_u32 << (record.state.restarts - 1).min(6);
+    let factor = 1_u32 << (record.state.streak - 1).min(6);
     let pause = Duration::from_secs(1).saturating_mul(factor).min(Duration::from_secs(60));
     let left = (record.since + pause).duration_since(SystemTime::now()).ok().filter(|d| !d.is_zero());
     // A clock that was set back must not make it longer.

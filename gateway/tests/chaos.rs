@@ -1,7 +1,8 @@
 //! Random requests of several clients against a backend that fails, forgets, dies and starts things by itself, with gateways
 //! that are ended in the middle: nothing illegal, nothing leaked, and everything ends where its last accepted request wanted
 //! it. A seed says which requests and faults there are; when it fails, what happened is printed and
-//! `TORPOR_SEED=N cargo test -p torpor-gateway --test chaos one_seed` does the same again (the threads' order is their own).
+//! `TORPOR_SEED=N cargo test -p torpor-gateway --test chaos one_seed` does the same again. The order of threads is their own,
+//! so that a rare failure may need `TORPOR_REPEAT=100` (docs/decisions/0090).
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -62,8 +63,11 @@ impl Client {
     async fn ask(&mut self, client: &mut SandboxesClient<Channel>, trace: &Trace) {
         let name = format!("c{}-{}", self.number, self.rng.random_range(0..NAMES));
         let target = no_wait(&name);
-        let which = self.rng.random_range(0..12);
+        let which = self.rng.random_range(0..14);
         let keep = self.rng.random_range(0..3);
+        if which >= 12 {
+            return disk(client, &name, which, keep, trace).await;
+        }
         let (result, wish) = match which {
             0..3 => {
                 let request = v1::CreateSandboxRequest { name: name.clone(), ..Default::default() };
@@ -100,6 +104,41 @@ impl Client {
     }
 }
 
+/// Something is done with a disk, perhaps for somebody who doesn't wait for its end. Verbs end it or wait for it.
+async fn disk(client: &mut SandboxesClient<Channel>, name: &str, which: i32, keep: i32, trace: &Trace) {
+    let rewrite = keep == 1;
+    let said = if which == 12 {
+        let request = v1::CompactDiskRequest { target: no_wait(name), rewrite };
+        match client.compact_disk(request).await {
+            Ok(steps) if keep == 0 => read(steps.into_inner()).await,
+            other => other.map(drop),
+        }
+    } else {
+        let request = v1::ExportDiskRequest { sandbox: name.into(), format: v1::DiskFormat::Raw.into() };
+        match client.export_disk(request).await {
+            Ok(pieces) if keep == 0 => read(pieces.into_inner()).await,
+            other => other.map(drop),
+        }
+    };
+    let said = said.map_err(|status| status.code());
+    trace.add(format!(
+        "{name} {} ({keep}): {said:?}",
+        if which == 12 { "disk compact" } else { "disk export" }
+    ));
+    let refusals = [Code::NotFound, Code::FailedPrecondition, Code::ResourceExhausted];
+    let expected = [&refusals[..], &[Code::Aborted, Code::Unavailable]].concat();
+    assert!(said.err().is_none_or(|code| expected.contains(&code)), "{name}: {said:?}");
+}
+
+/// To its end, if that comes soon.
+async fn read<T>(mut stream: tonic::Streaming<T>) -> Result<(), tonic::Status> {
+    let all = async {
+        while stream.message().await?.is_some() {}
+        Ok(())
+    };
+    tokio::time::timeout(Duration::from_millis(50), all).await.unwrap_or(Ok(()))
+}
+
 async fn settle(world: &World) -> BTreeMap<String, v1::Sandbox> {
     let mut client = world.sandboxes().await;
     let mut last = Vec::new();
@@ -133,10 +172,18 @@ fn meddle(world: &World, rng: &mut StdRng, trace: &Trace) -> Option<SandboxId> {
     let running = world.sim.running();
     let all = world.sim.stored();
     let pick = |ids: &[SandboxId], rng: &mut StdRng| ids.get(rng.random_range(0..ids.len().max(1))).cloned();
-    let (what, victim) = match rng.random_range(0..4) {
+    let (what, victim) = match rng.random_range(0..8) {
         0 => ("vanishes", pick(&running, rng)),
         1 => ("ends", pick(&running, rng)),
         2 => ("panics", pick(&running, rng)),
+        3 => ("loses its agent", pick(&running, rng)),
+        4 => ("loses its disk", pick(&all, rng)),
+        5 | 6 => {
+            let held = rng.random();
+            trace.add(format!("disks are {}", if held { "slow" } else { "quick" }));
+            world.sim.hold_disks(held);
+            return None;
+        }
         _ => ("is started by somebody else", pick(&all, rng)),
     };
     let victim = victim?;
@@ -145,6 +192,8 @@ fn meddle(world: &World, rng: &mut StdRng, trace: &Trace) -> Option<SandboxId> {
         "vanishes" => world.sim.vanish(&victim),
         "ends" => world.sim.end(&victim, Exit::Code(1)),
         "panics" => world.sim.end(&victim, Exit::Panic("scripted".into())),
+        "loses its agent" => world.sim.lose_agent(&victim),
+        "loses its disk" => world.sim.lose_storage(&victim),
         _ => world.sim.intrude(&victim),
     }
     Some(victim)
@@ -204,6 +253,7 @@ async fn run(seed: u64, rounds: usize, requests: usize) {
         world.restart().await;
     }
     world.sim.set_script(Script::default());
+    world.sim.hold_disks(false);
     settle(&world).await;
     // Hints may have been lost and the last look may be a while off: a new gateway looks at everything that is not asleep, and
     // word comes about the rest.
@@ -298,8 +348,11 @@ async fn a_fixed_slice_of_seeds_leaves_no_illegal_state_and_no_leak() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn one_seed() {
-    if let Some(seed) = std::env::var("TORPOR_SEED").ok().and_then(|text| text.parse().ok()) {
-        run(seed, 3, 40).await;
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
+    if let Some(seed) = number("TORPOR_SEED") {
+        for _ in 0..number("TORPOR_REPEAT").unwrap_or(1) {
+            run(seed, 3, 40).await;
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use futures::StreamExt as _;
 use tonic::Code;
 use torpor_proto::v1::{self, Phase};
 use torpor_sandbox::{
-    SandboxId,
+    Exit, SandboxId,
     sim::{Script, Verb},
 };
 
@@ -165,6 +165,62 @@ async fn after_a_restart_of_the_host_what_ran_comes_back_a_few_at_a_time_and_wha
         world.sim.most_at_once(Verb::Start)
     );
     assert!(world.sim.violations().is_empty(), "{:?}", world.sim.violations());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restarts_by_policy_come_slower_and_slower_until_a_run_lasts() {
+    let mut world = World::new(Script::default()).await;
+    let spec = v1::SandboxSpec { restart_policy: v1::RestartPolicy::Always.into(), ..Default::default() };
+    let request = v1::CreateSandboxRequest { spec: Some(spec), ..create("a") };
+    let made = world.sandboxes().await.create(request).await.unwrap().into_inner();
+    let id: SandboxId = made.id.parse().unwrap();
+    let ready = async |world: &World, run| {
+        until(world, "it runs", |s| phase(s) == Phase::Ready && s.status.as_ref().unwrap().run == run).await;
+    };
+    let pause = |world: &World, run| {
+        // Between the end of the run before and this one's start, as the history has it.
+        let db = rusqlite::Connection::open(world.config.state_dir.join("torpor.db")).unwrap();
+        let time = |to: &str| {
+            let sql = "SELECT at_ms FROM history WHERE sandbox_id = ?1 AND run = ?2 AND to_phase = ?3";
+            db.query_row(sql, (id.as_str(), run, to), |row| row.get::<_, i64>(0)).unwrap()
+        };
+        time("Ready") - time("Starting")
+    };
+    world.sim.end(&id, Exit::Code(0));
+    ready(&world, 2).await;
+    world.sim.end(&id, Exit::Code(0));
+    ready(&world, 3).await;
+    assert!(pause(&world, 2) >= 900 && pause(&world, 3) >= 1900, "{} {}", pause(&world, 2), pause(&world, 3));
+    // It has been Ready for long.
+    world.stop().await;
+    let db = rusqlite::Connection::open(world.config.state_dir.join("torpor.db")).unwrap();
+    assert_eq!(db.execute("UPDATE sandboxes SET since_ms = since_ms - 600000", []).unwrap(), 1);
+    world.start().await;
+    world.sim.end(&id, Exit::Code(0));
+    ready(&world, 4).await;
+    let after = &all(&world).await[0];
+    assert_eq!(after.status.as_ref().unwrap().restart_count, 3, "all are counted");
+    assert!(pause(&world, 4) < 1900, "{}", pause(&world, 4));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_that_answers_no_more_is_told_and_its_sandbox_can_be_put_to_sleep() {
+    let world = World::new(Script::default()).await;
+    let mut client = world.sandboxes().await;
+    let id = client.create(create("a")).await.unwrap().into_inner().id.parse().unwrap();
+    world.sim.lose_agent(&id);
+    until(&world, "told", |s| {
+        let conditions = &s.status.as_ref().unwrap().conditions;
+        conditions.iter().any(|c| c.status && c.reason == "AGENT_UNREACHABLE")
+    })
+    .await;
+    assert_eq!(phase(&all(&world).await[0]), Phase::Ready, "what runs is not given up");
+    let target = || Some(v1::Target { wait: true, ..no_wait("a").unwrap() });
+    client.suspend(v1::SuspendRequest { target: target(), keep: 0 }).await.unwrap();
+    assert!(world.sim.running().is_empty());
+    let awake = client.resume(v1::ResumeRequest { target: target(), ..Default::default() }).await.unwrap();
+    let conditions = awake.into_inner().status.unwrap().conditions;
+    assert!(conditions.iter().all(|c| c.reason != "AGENT_UNREACHABLE"), "{conditions:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

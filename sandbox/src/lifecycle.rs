@@ -130,6 +130,9 @@ pub struct State {
     pub then: Option<Then>,
     /// Starts by the restart policy since the last request.
     pub restarts: u32,
+    /// Of these, those in a row after runs that did not last: the next one waits the longer for each.
+    #[serde(default)]
+    pub streak: u32,
     /// How the main command ended, when Completed.
     pub exit: Option<Exit>,
     /// The last failure; kept until the sandbox is Ready again.
@@ -187,6 +190,7 @@ impl State {
             created: false,
             then: None,
             restarts: 0,
+            streak: 0,
             exit: None,
             failure: None,
             flushed: None,
@@ -211,7 +215,7 @@ impl State {
     }
 
     fn asked(mut self) -> Self {
-        self.restarts = 0;
+        (self.restarts, self.streak) = (0, 0);
         self
     }
 }
@@ -532,8 +536,8 @@ fn on_ended(state: &State, ended: &Ended, policy: RestartPolicy) -> Next {
     };
     // A boot that fails is an error, whatever the policy: it would only fail again.
     if restart && (by_itself || state.phase == Phase::Ready) {
-        let restarts = state.restarts.saturating_add(1);
-        return Next::To(State { restarts, ..state.boot(Phase::Starting, Keep::Disk) });
+        let (restarts, streak) = (state.restarts.saturating_add(1), state.streak.saturating_add(1));
+        return Next::To(State { restarts, streak, ..state.boot(Phase::Starting, Keep::Disk) });
     }
     if by_itself && (state.phase == Phase::Ready || matches!(ended.exit, Exit::Code(_))) {
         return Next::To(State {

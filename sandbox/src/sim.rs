@@ -364,6 +364,17 @@ impl SimDriver {
         self.hint(id);
     }
 
+    /// The agent answers no more, the compute goes on.
+    pub fn lose_agent(&self, id: &SandboxId) {
+        let mut inner = self.lock();
+        if let Some(compute) = inner.worlds.get_mut(id).and_then(|world| world.compute.as_mut()) {
+            compute.agent = false;
+        }
+        inner.keep(id);
+        drop(inner);
+        self.hint(id);
+    }
+
     /// The memory image vanishes.
     pub fn lose_memory(&self, id: &SandboxId) {
         let mut inner = self.lock();
@@ -756,13 +767,12 @@ impl DiskCare for SimDriver {
     async fn compact(
         &self,
         id: &SandboxId,
-        how: Compaction,
+        _how: Compaction,
         mut watch: DiskWatch,
     ) -> Result<Compacted, DriverError> {
         let _busy = self.begin(Verb::Disk, id).await?;
         let (_, all) = self.disk(id)?;
-        let done = self.held(|| watch(0, all).is_continue() || how == Compaction::GiveBack).await;
-        if !done {
+        if !self.held(|| watch(0, all).is_continue()).await {
             return Err(DriverError::Cancelled("disk compact"));
         }
         Ok(Compacted { used_before: 0, used_after: 0 })

@@ -291,7 +291,13 @@ fn through(engine: &Engine, host: &Host, cases: &[(&str, &str)]) {
         assert_eq!(host.sh("web", "cat /root/count"), format!("{n}\n"), "{start}: another workspace");
         host.sh("web", &format!("echo {} > /root/count", n + 1));
     }
-    for (point, gone) in [("container.delete.asked", false), ("container.delete.removed", true)] {
+    let mut id = id;
+    // And at both ends of its life.
+    for (point, next) in [
+        ("container.delete.asked", Some("container.create.made")),
+        ("container.delete.removed", Some("container.create.noted")),
+        ("container.delete.removed", None),
+    ] {
         host.kill_gateway();
         host.start_gateway_with(&format!("{point}=abort"));
         let _ = host.run(&["delete", "web", "--no-wait", "--allow-missing"]);
@@ -299,14 +305,14 @@ fn through(engine: &Engine, host: &Host, cases: &[(&str, &str)]) {
         host.start_gateway();
         host.until(point, |host| !host.run(&["get", "web"]).status.success());
         assert_eq!(engine.inspect(&id), Value::Null, "{point}");
-        if !gone {
-            // Made at the other end of its life, too.
+        if let Some(next) = next {
             host.kill_gateway();
-            host.start_gateway_with("container.create.made=abort");
+            host.start_gateway_with(&format!("{next}=abort"));
             let _ = host.run(&["create", "web", "--no-wait"]);
-            host.gateway_ends("container.create.made");
+            host.gateway_ends(next);
             host.start_gateway();
             until_phase(host, "web", "Ready");
+            id = id_of(host, "web");
         }
     }
     let (_, listed) = engine.ask("GET", "/containers/json?all=true");

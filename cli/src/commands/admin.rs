@@ -67,7 +67,10 @@ impl Place {
         let state_dir = self.state_dir.clone().unwrap_or(config.state_dir);
         let run_dir = self.run_dir.clone().unwrap_or(config.run_dir);
         if !state_dir.is_dir() {
-            let text = format!("state directory '{}' is not there", state_dir.display());
+            let dir = state_dir.display();
+            let text = format!(
+                "state directory '{dir}' is not there; give the gateway's: --config FILE or --state-dir DIR"
+            );
             return Err(Failure::usage(text));
         }
         Ok((state_dir, run_dir))

@@ -117,6 +117,26 @@ fn a_failure_that_was_awaited_has_the_exit_code_of_its_reason() {
 }
 
 #[test]
+fn what_rests_is_not_blamed_on_an_old_failure_and_its_next_command_works() {
+    let fake = Fake::start();
+    for (resting, verb) in [(Phase::Suspended, "resume"), (Phase::Stopped, "start")] {
+        let mut web = sandbox("web", resting);
+        web.status = Some(v1::SandboxStatus { failure: failed().failure, ..at(resting) });
+        fake.put(web);
+        for command in ["recover", "wait"] {
+            let done = fake.run(&[command, "web"]);
+            let name = format!("{resting:?}");
+            assert!(done.stderr.contains(&name) && !done.stderr.contains("reason"), "{}", done.stderr);
+            assert!(
+                done.code == 1 && done.stderr.ends_with(&format!("next: torpor {verb} web\n")),
+                "{}",
+                done.stderr
+            );
+        }
+    }
+}
+
+#[test]
 fn a_create_whose_command_has_already_ended_is_done() {
     let fake = Fake::start();
     let completed = v1::SandboxStatus { exit_code: Some(3), ..at(Phase::Completed) };

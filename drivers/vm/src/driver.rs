@@ -461,6 +461,7 @@ impl ComputeDriver for VmDriver {
         let turn = self.turn(id).await;
         let ran = self.live(id).await?.is_some() || self.leftovers(id, |_| ()).await?.is_some();
         self.put_down(id, &turn, None).await?;
+        hit("vm.delete.ended")?;
         let wanted = id.clone();
         let change = self.step(id, &turn, move |host| host.store.delete(&wanted)).await?;
         Ok(if ran { Change::Done } else { change })

@@ -7,7 +7,7 @@ use std::{
 };
 
 use torpor_overlay::BaseIdentity;
-use torpor_sandbox::{Change, DriverError, Egress, SandboxId, SandboxSpec};
+use torpor_sandbox::{Change, DriverError, Egress, SandboxId, SandboxSpec, failpoint::hit};
 
 use crate::{
     assets::Base,
@@ -99,6 +99,7 @@ impl Store {
             |source| errors::full(DriverError::backend(format!("make {}", folder.display()), source));
         make_folder(&folder).map_err(failed)?;
         sync_folder_of(&folder).map_err(failed)?;
+        hit("vm.create.folder")?;
         let identity = BaseIdentity { digest: base.digest.clone(), size: base.size };
         let overlay = self.overlay(id);
         match torpor_overlay::create(&overlay, &base.path, &identity, spec.resources.disk_bytes) {
@@ -106,7 +107,9 @@ impl Store {
             Err(torpor_overlay::Error::AlreadyExists { .. }) => self.check_base(&overlay, &identity)?,
             other => other.map_err(errors::overlay)?,
         }
+        hit("vm.create.disk")?;
         write_json(&self.spec_path(id), spec).map_err(errors::full)?;
+        hit("vm.create.noted")?;
         Ok(Change::Done)
     }
 
@@ -156,6 +159,7 @@ impl Store {
             ));
         }
         write_json(&self.spec_path(id), spec).map_err(errors::full)?;
+        hit("vm.update.noted")?;
         Ok(Change::Done)
     }
 
@@ -168,8 +172,10 @@ impl Store {
             remove_tree(&trash)?;
             fs::rename(&folder, &trash).map_err(failed)?;
             sync_folder_of(&folder).map_err(failed)?;
+            hit("vm.delete.moved")?;
         }
         remove_tree(&trash)?;
+        hit("vm.delete.removed")?;
         // Only a copy of what was said: its absence is fine.
         let _ = fs::remove_file(self.console_path(id));
         Ok(if was_there { Change::Done } else { Change::Already })

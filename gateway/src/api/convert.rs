@@ -12,7 +12,7 @@ use crate::{
     maintenance::Kind,
     pressure::Space,
     service::{Target, View, Wish},
-    store::Transition,
+    store::{Record, Transition},
     templates::TemplateSpec,
     update,
 };
@@ -231,7 +231,7 @@ fn status(view: &View) -> v1::SandboxStatus {
             used_bytes: disk.used_bytes,
             path: disk.path.clone(),
         }),
-        failure: state.failure.as_ref().map(|f| failure(f, &record.name)),
+        failure: state.failure.as_ref().map(|f| failure(f, record)),
         conditions: conditions(view),
         exit_code: exit_code(state),
         restart_count: state.restarts,
@@ -244,13 +244,13 @@ fn status(view: &View) -> v1::SandboxStatus {
     }
 }
 
-fn failure(failure: &Failure, name: &str) -> v1::Failure {
+fn failure(failure: &Failure, record: &Record) -> v1::Failure {
     v1::Failure {
         step: failure.step.clone(),
         reason: failure.reason.clone(),
         message: failure.message.clone(),
         console_tail: failure.console.clone(),
-        next: next_command(&failure.reason, name),
+        next: next_command(&failure.reason, record),
         time: time(failure.at),
     }
 }

@@ -28,6 +28,8 @@ use super::{
 const LONGEST_SELECTOR: usize = 4096;
 /// Rows that a listing reads at once.
 const BATCH: usize = 1000;
+/// A run that was Ready for so long has lasted.
+const LASTING: Duration = Duration::from_secs(600);
 /// Phase changes that are kept of one sandbox.
 const HISTORY: i64 = 500;
 
@@ -586,10 +588,14 @@ impl Store {
     ) -> Result<Applied, StoreError> {
         let id = id.clone();
         self.write(move |conn, changes| {
-            let record = load(conn, id.as_str())?;
+            let mut record = load(conn, id.as_str())?;
             expect(&record, Some(version))?;
             if release {
                 leases::release(conn, &id)?;
+            }
+            // The table knows no time: what came before a run that lasted slows no restart any more.
+            if matches!(event, Event::Ended(_)) && lasted(&record) {
+                record.state.streak = 0;
             }
             apply(conn, changes, record, &event, &why, console)
         })
@@ -786,4 +792,9 @@ pub(super) fn parse_token(token: &str) -> Result<u64, StoreError> {
     let number =
         token.strip_prefix("p1.").and_then(|n| n.parse::<i64>().ok()).and_then(|n| u64::try_from(n).ok());
     number.ok_or_else(|| StoreError::BadToken(format!("'{}' is not a page token of ours", clip(token))))
+}
+
+/// Whether a run was Ready for long.
+fn lasted(record: &Record) -> bool {
+    record.state.phase == Phase::Ready && record.since.elapsed().is_ok_and(|time| time >= LASTING)
 }
