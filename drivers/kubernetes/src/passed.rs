@@ -92,6 +92,9 @@ fn keeps(config: &KubernetesConfig, said: &Value) -> Result<(), String> {
 /// # Errors
 /// What is wrong.
 pub(crate) fn well_formed(key: &str, value: &Value) -> Result<(), String> {
+    if value.is_null() {
+        return Err("null says nothing: leave the key out".to_owned());
+    }
     match key {
         "claimTemplates" => match value {
             Value::Bool(_) => Ok(()),
