@@ -100,7 +100,9 @@ impl From<EngineError> for DriverError {
 pub(crate) struct Known {
     pub(crate) version: String,
     pub(crate) info: Info,
-    prefix: String,
+    /// Whether it keeps memory, once that was looked at.
+    pub(crate) can_keep: Option<Result<(), String>>,
+    pub(crate) prefix: String,
 }
 
 #[derive(Debug)]
@@ -135,10 +137,21 @@ impl Client {
         }
         let version: Version = self.decode("version", self.raw(Method::GET, "/version", QUICK).await?)?;
         let prefix = prefix(&version);
-        let info = self.decode("info", self.raw(Method::GET, &format!("{prefix}/info"), QUICK).await?)?;
-        let known = Known { version: version.version, info, prefix };
+        let info: Info =
+            self.decode("info", self.raw(Method::GET, &format!("{prefix}/info"), QUICK).await?)?;
+        let known = Known { version: version.version, info: info.truthful(), can_keep: None, prefix };
         *self.known.write().unwrap_or_else(PoisonError::into_inner) = Some(known.clone());
         Ok(known)
+    }
+
+    pub(crate) fn can_keep(&self) -> Option<Result<(), String>> {
+        self.known()?.can_keep
+    }
+
+    pub(crate) fn note_can_keep(&self, can: Result<(), String>) {
+        if let Some(known) = self.known.write().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            known.can_keep = Some(can);
+        }
     }
 
     /// It may be another version when it is back.

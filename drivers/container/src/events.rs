@@ -34,6 +34,8 @@ pub(crate) async fn follow(inner: Arc<Inner>) {
                     tracing::info!(engine = inner.config.engine.name(), "the engine is back");
                 }
                 (pause, was_there) = (AGAIN, true);
+                let looks = inner.clone();
+                tokio::spawn(async move { looks.keeps_memory().await });
                 // Whatever happened while nobody listened.
                 hint_all(&inner).await;
                 read(&inner, events).await;

@@ -45,7 +45,11 @@ impl Inner {
         let Some(record) = record else {
             // Started by somebody else, or nobody's run at all.
             let outside = Observed::Running { run: Run(0), agent: false };
-            return Ok(if found.state.is_up() { outside } else { Observed::Stopped { memory: false } });
+            if found.state.is_up() {
+                return Ok(outside);
+            }
+            let note = self.memory_of(id, &found).await?;
+            return Ok(Observed::Stopped { memory: note.is_some_and(|note| note.used.is_none()) });
         };
         if record.is_replaced(&found) {
             return Ok(interrupted(record.run, "the container was started anew from outside"));
@@ -81,6 +85,9 @@ impl Inner {
         if let Some(live) = self.heard(id) {
             return Ok(live.channel());
         }
+        // A step may be about to end the connection for good.
+        let locks = self.locks(id);
+        let Ok(_quiet) = locks.step.try_lock() else { return Err(DriverError::Missing) };
         let found = self.inspect(id).await?.filter(|found| found.state.is_up());
         match (found, self.run_dir(id).record()?) {
             (Some(found), Some(record)) if !record.is_replaced(&found) => {
