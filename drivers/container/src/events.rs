@@ -28,14 +28,15 @@ pub(crate) async fn follow(inner: Arc<Inner>) {
     let mut pause = AGAIN;
     let mut was_there = true;
     loop {
+        // Not after it: Podman answers with its first event only.
+        let looks = inner.clone();
+        tokio::spawn(async move { looks.keeps_memory().await });
         match connect(&inner).await {
             Ok(events) => {
                 if !was_there {
                     tracing::info!(engine = inner.config.engine.name(), "the engine is back");
                 }
                 (pause, was_there) = (AGAIN, true);
-                let looks = inner.clone();
-                tokio::spawn(async move { looks.keeps_memory().await });
                 // Whatever happened while nobody listened.
                 hint_all(&inner).await;
                 read(&inner, events).await;
