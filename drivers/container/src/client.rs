@@ -110,6 +110,8 @@ pub(crate) struct Client {
     engine: Engine,
     socket: PathBuf,
     known: RwLock<Option<Known>>,
+    /// Held while it is asked what it is: a later answer must not take away what was found out after an earlier one.
+    learning: tokio::sync::Mutex<()>,
 }
 
 /// What a request carries.
@@ -122,7 +124,7 @@ pub(crate) enum Carries {
 
 impl Client {
     pub(crate) fn new(engine: Engine, socket: &Path) -> Self {
-        Self { engine, socket: socket.to_owned(), known: RwLock::default() }
+        Self { engine, socket: socket.to_owned(), known: RwLock::default(), learning: Default::default() }
     }
 
     /// What was learned of the engine; none when it was never reached.
@@ -132,6 +134,10 @@ impl Client {
 
     /// Asks the engine what it is, at first, and again after it was away.
     pub(crate) async fn learn(&self) -> Result<Known, EngineError> {
+        if let Some(known) = self.known() {
+            return Ok(known);
+        }
+        let _first = self.learning.lock().await;
         if let Some(known) = self.known() {
             return Ok(known);
         }
