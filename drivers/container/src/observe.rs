@@ -87,7 +87,9 @@ impl Inner {
         }
         // A step may be about to end the connection for good.
         let locks = self.locks(id);
-        let Ok(_quiet) = locks.step.try_lock() else { return Err(DriverError::Missing) };
+        let Ok(_quiet) = timeout(STEP_WAIT, locks.step.lock()).await else {
+            return Err(DriverError::backend("reach the agent", "a step is still under way"));
+        };
         let found = self.inspect(id).await?.filter(|found| found.state.is_up());
         match (found, self.run_dir(id).record()?) {
             (Some(found), Some(record)) if !record.is_replaced(&found) => {
