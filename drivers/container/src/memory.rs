@@ -27,6 +27,10 @@ use crate::{
 const HANG_UP: Duration = Duration::from_millis(150);
 /// Tries at a checkpoint: the first may have come upon a socket that was just being closed.
 const TRIES: u32 = 2;
+/// Tries at handing a checkpoint over that containerd still has of its making, the pause between, and what it says then.
+const UPLOADS: u32 = 40;
+const UPLOAD_AGAIN: Duration = Duration::from_millis(500);
+const UPLOADED: &str = "already exists";
 /// How long files may take to be written out afterwards.
 const SYNC: Duration = Duration::from_secs(60);
 
@@ -136,13 +140,13 @@ impl Inner {
             inner.discard(&id).await?;
             inner.store.write_note(&id, &note)?;
             hit("container.memory.noted")?;
-            // Nobody listens until it runs again, so that the agent's dialing comes to nothing.
-            if let Some(live) = inner.heard(&id) {
-                live.close();
-            }
-            inner.unhear(&id);
             let mut tries = 1;
             loop {
+                // Nobody listens until it runs again, so that the agent's dialing comes to nothing.
+                if let Some(live) = inner.heard(&id) {
+                    live.close();
+                }
+                inner.unhear(&id);
                 sleep(HANG_UP * tries).await;
                 let asked = inner.ask_for_checkpoint(&id, &note).await;
                 hit("container.memory.asked")?;
@@ -223,7 +227,19 @@ impl Inner {
                 "/libpod/containers/{name}/restore?fileLocks=true&ignoreStaticIP=true&ignoreStaticMAC=true"
             ),
         };
-        self.client.call(Method::POST, &path, Carries::Nothing, WORK).await.map(drop)
+        let mut tries = 0;
+        loop {
+            match self.client.call(Method::POST, &path, Carries::Nothing, WORK).await {
+                // Docker hands the checkpoint to containerd, which may not have thrown away yet that it has made the same.
+                Err(EngineError::Refused { message, .. })
+                    if tries < UPLOADS && message.contains(UPLOADED) =>
+                {
+                    tries += 1;
+                    sleep(UPLOAD_AGAIN).await;
+                }
+                done => return done.map(drop),
+            }
+        }
     }
 
     /// Whether a start may go on from memory.

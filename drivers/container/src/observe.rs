@@ -85,11 +85,13 @@ impl Inner {
         if let Some(live) = self.heard(id) {
             return Ok(live.channel());
         }
-        // A step may be about to end the connection for good.
-        let locks = self.locks(id);
-        let Ok(_quiet) = timeout(STEP_WAIT, locks.step.lock()).await else {
-            return Err(DriverError::backend("reach the agent", "a step is still under way"));
-        };
+        // While its memory is written out nobody may listen for its agent.
+        if self.store.note(id)?.is_some_and(|note| !note.kept) {
+            return Err(DriverError::backend(
+                "reach the agent",
+                "the container's memory is being written out",
+            ));
+        }
         let found = self.inspect(id).await?.filter(|found| found.state.is_up());
         match (found, self.run_dir(id).record()?) {
             (Some(found), Some(record)) if !record.is_replaced(&found) => {
