@@ -10,6 +10,7 @@ pub mod admin;
 mod api;
 mod byid;
 pub mod config;
+pub mod containers;
 mod disks;
 pub mod doctor;
 mod drivers;

@@ -93,8 +93,22 @@ enum Turn {
 
 /// A verb's answer, as far as the table cares.
 enum Done {
-    Event { event: Event, release: bool },
+    News(News),
     Look,
+}
+
+/// What has happened, and what is written of it.
+struct News {
+    event: Event,
+    /// The loan goes back with it.
+    release: bool,
+    why: String,
+}
+
+impl News {
+    fn of(event: Event, release: bool) -> Self {
+        Self { why: why(&event), event, release }
+    }
 }
 
 /// Backoff of one worker.
@@ -360,7 +374,7 @@ impl Reconciler {
             }
             Step::Happened(event) => {
                 let release = nothing_runs;
-                self.write(&record, driver.as_ref(), event, release, backoff).await
+                self.write(&record, driver.as_ref(), News::of(event, release), backoff).await
             }
             verb => self.act(&record, driver.as_ref(), verb, worker, backoff).await,
         }
@@ -407,8 +421,7 @@ impl Reconciler {
         &self,
         record: &Record,
         driver: &dyn ComputeDriver,
-        event: Event,
-        release: bool,
+        News { event, release, why }: News,
         backoff: &mut Backoff,
     ) -> Turn {
         if hit("reconcile.write").is_err() {
@@ -422,10 +435,8 @@ impl Reconciler {
             }
             _ => String::new(),
         };
-        let written = self
-            .store
-            .happened(&record.id, record.version, event.clone(), why(&event), release, console)
-            .await;
+        let written =
+            self.store.happened(&record.id, record.version, event.clone(), why, release, console).await;
         if hit("reconcile.written").is_err() {
             return Turn::Later(backoff.next());
         }
@@ -527,9 +538,7 @@ impl Reconciler {
         call.end(result.as_ref().err().map(DriverError::reason));
         match result {
             Ok(Done::Look) => Turn::Again,
-            Ok(Done::Event { event, release }) => {
-                self.write_latest(record, driver, &verb, event, release, backoff).await
-            }
+            Ok(Done::News(news)) => self.write_latest(record, driver, &verb, news, backoff).await,
             Err(error) => self.failed(record, driver, &verb, error, backoff).await,
         }
     }
@@ -540,13 +549,12 @@ impl Reconciler {
         record: &Record,
         driver: &dyn ComputeDriver,
         verb: &Step,
-        event: Event,
-        release: bool,
+        news: News,
         backoff: &mut Backoff,
     ) -> Turn {
         match self.store.get(record.id.as_str()).await {
             Ok(latest) if wants(&latest.state, &record.state, verb) => {
-                match self.write(&latest, driver, event, release, backoff).await {
+                match self.write(&latest, driver, news, backoff).await {
                     // The verb was a step on the way (an older life put down): look what is there now, at once, and
                     // slower each time if that goes on without a change.
                     Turn::Rest if backoff.failures == 0 => {
@@ -593,7 +601,7 @@ impl Reconciler {
                 hit("reconcile.create")?;
                 driver.create(id, spec, state.run).await?;
                 hit("reconcile.created")?;
-                Ok(Done::Event { event: Event::Created, release: false })
+                Ok(Done::News(News::of(Event::Created, false)))
             }
             Step::Start(from) => {
                 hit("reconcile.start")?;
@@ -616,7 +624,7 @@ impl Reconciler {
                 if let Ok(latest) = self.store.get(id.as_str()).await {
                     driver.adjust(id, &latest.spec).await?;
                 }
-                Ok(Done::Event { event: Event::Started(state.run), release: false })
+                Ok(Done::News(News::of(Event::Started(state.run), false)))
             }
             Step::Stop(keep) => {
                 hit("reconcile.stop")?;
@@ -626,7 +634,11 @@ impl Reconciler {
                     tracing::warn!(%id, flushed = stopped.flushed, detail, "stopped, but not as asked");
                 }
                 let event = Event::Stopped { flushed: Some(stopped.flushed), kept: stopped.kept };
-                Ok(Done::Event { event, release: true })
+                let mut news = News::of(event, true);
+                if let (Keep::Memory, Keep::Disk, Some(detail)) = (*keep, stopped.kept, stopped.detail) {
+                    news.why = format!("{}; {}", news.why, said_within(&detail, LONGEST_MESSAGE));
+                }
+                Ok(Done::News(news))
             }
             Step::Delete => {
                 hit("reconcile.delete")?;
@@ -701,7 +713,7 @@ impl Reconciler {
             console,
             at: SystemTime::now(),
         };
-        self.write_latest(record, driver, verb, Event::Failed(failure), false, backoff).await
+        self.write_latest(record, driver, verb, News::of(Event::Failed(failure), false), backoff).await
     }
 }
 

@@ -13,7 +13,7 @@ use nix::fcntl::{Flock, FlockArg};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use torpor_driver_container::{ContainerConfig, ContainerDriver, Engine};
+use torpor_driver_container::{ContainerDriver, Engine};
 use torpor_driver_kubernetes::KubernetesDriver;
 use torpor_driver_vm::{Standing, VmConfig, VmDriver};
 use torpor_images::{Catalog, Kernels};
@@ -401,14 +401,7 @@ fn open_engine(
     engine: Engine,
     of: &EngineConfig,
 ) -> Result<Arc<dyn ComputeDriver>, ServeError> {
-    let given = |path: &PathBuf| (!path.as_os_str().is_empty()).then(|| path.clone());
-    let driver = ContainerConfig {
-        socket: given(&of.socket).unwrap_or_else(|| engine.default_socket()),
-        start_timeout: std::time::Duration::from_secs(config.boot_timeout_seconds),
-        pids: of.pids,
-        auth_file: given(&of.auth_file),
-        ..ContainerConfig::new(engine, &config.state_dir, &config.run_dir, agent(config)?)
-    };
+    let driver = of.for_driver(engine, config, agent(config)?);
     let failed = |error| ServeError::Engine { name: engine.name(), source: error };
     Ok(ContainerDriver::new(driver).map_err(failed)?)
 }

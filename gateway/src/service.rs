@@ -461,8 +461,9 @@ impl Service {
             let record = self.store.get(&target.sandbox).await?;
             let capabilities = self.driver(&record.spec.driver)?.capabilities();
             if !capabilities.keeps_memory {
+                let why = capabilities.no_memory.map(|why| format!(": {why}")).unwrap_or_default();
                 let message = format!(
-                    "sandbox '{}': the {} driver ({}) cannot keep memory; nothing was changed",
+                    "sandbox '{}': the {} driver ({}) cannot keep memory{why}; nothing was changed",
                     record.name, capabilities.name, capabilities.machine
                 );
                 let error = ApiError::new(Code::FailedPrecondition, "MEMORY_NOT_SUPPORTED", message);

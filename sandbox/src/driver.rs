@@ -142,6 +142,8 @@ pub struct Capabilities {
     pub version: String,
     /// `stop(Keep::Memory)` and `start(Keep::Memory)` work.
     pub keeps_memory: bool,
+    /// Why they don't, where that depends on the host or the backend, in words that say what to do.
+    pub no_memory: Option<String>,
     /// The spec of a stopped sandbox can be changed.
     pub updates: bool,
     /// Needs a loan of TAP, address, CPUs and memory from the host's pool before a start.

@@ -485,6 +485,7 @@ impl ComputeDriver for SimDriver {
             name: "sim".to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             keeps_memory: self.lock().script.keeps_memory,
+            no_memory: None,
             updates: true,
             needs_loan: true,
             machine: "sim".to_owned(),

@@ -84,3 +84,43 @@ unpacked() {
   done
   touch "$dir/complete"
 }
+
+# criu_for_tests DIR: a program DIR/criu for tests of checkpoints. The host's own where it works; else, on a host of Debian,
+# that of Debian 13 with its libraries, unpacked there and not installed: older ones fail on current kernels. Fails, having
+# said why, where neither can be had or the kernel doesn't let it work.
+criu_for_tests() {
+  local of_host uri key packages package log=$1/log
+  if [ -x "$1/criu" ] && PATH=$1:$PATH criu check >/dev/null 2>&1; then return; fi
+  rm -rf "$1" && mkdir -p "$1/apt/lists/partial" "$1/apt/cache/archives/partial" "$1/root"
+  if of_host=$(command -v criu) && criu check >/dev/null 2>&1; then
+    ln -s "$of_host" "$1/criu"
+    return
+  fi
+  say "fetching criu"
+  read -r uri < <(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' 2>/dev/null) || true
+  key=/usr/share/keyrings/debian-archive-keyring.gpg
+  [ -n "${uri-}" ] && [ -e $key ] || { echo "SKIP criu: this host's packages are not Debian's"; return 1; }
+  echo "deb [signed-by=$key] $uri trixie main" >"$1/apt/sources.list"
+  cat >"$1/apt/conf" <<C
+Dir::Etc::sourcelist "$1/apt/sources.list";
+Dir::Etc::sourceparts "$1/apt/none";
+Dir::State::lists "$1/apt/lists";
+Dir::Cache "$1/apt/cache";
+Acquire::Languages "none";
+Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";
+C
+  packages='criu libcompel1 libc6 libgnutls30t64 libbsd0 libmd0 libnet1 libnftables1 libnl-3-200 libprotobuf-c1 libuuid1 libnftnl11
+    libmnl0 libxtables12 libjansson4 libedit2 libtinfo6 libgmp10 libhogweed6t64 libnettle8t64 libidn2-0 libp11-kit0 libtasn1-6
+    libunistring5 libffi8 zlib1g libgcc-s1'
+  # shellcheck disable=SC2086
+  (cd "$1/apt" && APT_CONFIG=$1/apt/conf && export APT_CONFIG && timeout 120 apt-get update && timeout 120 apt-get download $packages) >"$log" 2>&1 ||
+    { echo "SKIP criu: $(tail -n 1 "$log")"; return 1; }
+  for package in "$1"/apt/*.deb; do dpkg-deb -x "$package" "$1/root"; done
+  rm -rf "$1/apt"
+  cat >"$1/criu" <<C
+#!/bin/sh
+exec $1/root/usr/lib64/ld-linux-x86-64.so.2 --library-path $1/root/usr/lib/x86_64-linux-gnu $1/root/usr/sbin/criu "\$@"
+C
+  chmod 755 "$1/criu"
+  "$1/criu" check >"$log" 2>&1 || { echo "SKIP criu: criu check: $(grep Error "$log" | head -n 1)"; return 1; }
+}

@@ -20,8 +20,10 @@ const ANSWER: Duration = Duration::from_secs(60);
 
 /// An engine of the test's own, to its drop or to the end of the program.
 pub struct Engine {
-    /// "docker" or "podman".
+    /// "docker", "podman" or "rootless": podman of a user without rights.
     pub name: &'static str,
+    /// Where it has the program that makes checkpoints.
+    pub criu: Option<PathBuf>,
     folder: PathBuf,
     control: Mutex<Option<(ChildStdin, BufReader<ChildStdout>)>>,
     process: Mutex<Child>,
@@ -37,24 +39,57 @@ pub fn can_run(test: &str, name: &str) -> bool {
         && need(test, "root", missing.is_none(), &reason)
 }
 
+/// The folder of a program criu that works here, for `test`: TORPOR_TEST_CRIU, which ./check sets where it can be had.
+pub fn criu(test: &str) -> Option<PathBuf> {
+    let folder = std::env::var_os("TORPOR_TEST_CRIU").map(PathBuf::from);
+    let folder = folder.filter(|folder| folder.join("criu").is_file());
+    let reason = "needs TORPOR_TEST_CRIU=FOLDER of a program criu that passes its check";
+    need(test, "criu", folder.is_some(), reason).then_some(folder).flatten()
+}
+
+/// Whether this machine can run podman of a user without rights for `test`.
+pub fn can_run_rootless(test: &str) -> bool {
+    let found = |tool: &str| std::env::split_paths(&path_variable()).any(|dir| dir.join(tool).is_file());
+    let missing = ["newuidmap", "slirp4netns", "setpriv", "unshare"].into_iter().find(|tool| !found(tool));
+    let missing = missing.map(|tool| format!("{tool} is not installed"));
+    let user =
+        ["--reuid=65123", "--regid=65123", "--clear-groups", "unshare", "--user", "--map-root-user", "true"];
+    let may = || Command::new("setpriv").args(user).status().is_ok_and(|status| status.success());
+    can_run(test, "podman")
+        && need(test, "rootless", missing.is_none(), missing.as_deref().unwrap_or_default())
+        && need(test, "rootless", may(), "users without rights make no namespaces here")
+}
+
 impl Engine {
+    /// The engine's folder: of its socket, its log and its files.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Starts one.
     pub fn start(name: &'static str) -> Self {
+        Self::start_with(name, None)
+    }
+
+    /// Starts one that makes checkpoints with the program criu of this folder.
+    pub fn start_with(name: &'static str, criu: Option<&Path>) -> Self {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("engines/engine");
         let mut command = Command::new(script);
-        let mut process = command.arg(name).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut process =
+            command.arg(name).args(criu).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let input = process.stdin.take().unwrap();
         let mut output = BufReader::new(process.stdout.take().unwrap());
         let mut line = String::new();
         output.read_line(&mut line).unwrap();
         let folder = line.trim().strip_prefix("ready ").unwrap_or_else(|| panic!("{name}: {line}"));
         let folder = PathBuf::from(folder);
-        Self { name, folder, control: Mutex::new(Some((input, output))), process: Mutex::new(process) }
+        let criu = criu.map(Path::to_owned);
+        Self { name, criu, folder, control: Mutex::new(Some((input, output))), process: Mutex::new(process) }
     }
 
     /// Where its API listens.
     pub fn socket(&self) -> PathBuf {
-        self.folder.join("sock")
+        self.folder.join(if self.name == "rootless" { "xdg/podman/podman.sock" } else { "sock" })
     }
 
     /// What its log says.
@@ -98,6 +133,22 @@ impl Engine {
         if status == 404 { Value::Null } else { body }
     }
 
+    /// The files of the checkpoints of a container.
+    pub fn checkpoint_files(&self, container: &str) -> Vec<PathBuf> {
+        let below = match self.name {
+            "docker" => format!("data/containers/{container}/checkpoints"),
+            _ => format!("data/overlay-containers/{container}/userdata/checkpoint"),
+        };
+        let (mut folders, mut files) = (vec![self.folder.join(below)], Vec::new());
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                let path = entry.path();
+                if path.is_dir() { folders.push(path) } else { files.push(path) }
+            }
+        }
+        files
+    }
+
     /// Removes the container of a sandbox, from outside.
     pub fn remove(&self, id: &str) {
         let (status, body) = self.ask("DELETE", &format!("/containers/torpor-{id}?force=true&v=true"));
@@ -109,7 +160,8 @@ impl Engine {
         let seen = self.inspect(id);
         let state = &seen["State"];
         let mut held = Vec::new();
-        if state["Running"] == true || state["Pid"].as_i64().unwrap_or_default() != 0 {
+        let pid = state["Pid"].as_i64().unwrap_or_default() != 0;
+        if state["Running"] == true || (pid && !self.is_checkpointed(id)) {
             held.push(format!("a process: {state}"));
         }
         // Of a container that it lost, Docker shows the old address until the next start; it has it no more.
@@ -120,6 +172,12 @@ impl Engine {
             }
         }
         held
+    }
+
+    /// Of a container that it has written out, Podman goes on showing the process, and says so elsewhere.
+    fn is_checkpointed(&self, id: &str) -> bool {
+        let (_, seen) = self.ask("GET", &format!("/libpod/containers/torpor-{id}/json"));
+        seen["State"]["Checkpointed"] == true && seen["State"]["Running"] == false
     }
 
     /// Processes and mounts on this host that are about the container of a sandbox: what engines leave when they forget

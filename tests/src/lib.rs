@@ -128,6 +128,8 @@ pub struct Host {
     dir: TempDir,
     gateway: Mutex<Option<Child>>,
     instance: String,
+    /// First on the gateway's path.
+    tools: Option<PathBuf>,
 }
 
 impl Host {
@@ -156,13 +158,17 @@ impl Host {
         for engine in engines {
             more.push_str(&format!("[{}]\nsocket = '{}'\n", engine.name, engine.socket().display()));
         }
-        let host = Self::empty(&more);
+        let host = Self::made(&more, engines.iter().find_map(|engine| engine.criu.clone()));
         host.ok(&["image", "import", "tiny", shared().dir.join("tree").to_str().unwrap()]);
         host
     }
 
     /// A gateway with no image and more configuration (TOML).
     pub fn empty(more: &str) -> Self {
+        Self::made(more, None)
+    }
+
+    fn made(more: &str, tools: Option<PathBuf>) -> Self {
         let dir = tempfile::Builder::new().prefix("tt").tempdir_in("/tmp").unwrap();
         let state = dir.path().join("state");
         fs::create_dir_all(&state).unwrap();
@@ -179,7 +185,7 @@ impl Host {
             10_000 + lane * 1000,
         );
         fs::write(dir.path().join("torpor.toml"), config).unwrap();
-        let host = Self { dir, gateway: Mutex::new(None), instance };
+        let host = Self { dir, gateway: Mutex::new(None), instance, tools };
         host.start_gateway();
         host
     }
@@ -223,7 +229,7 @@ impl Host {
             .arg(self.dir().join("run"))
             .arg("--listen")
             .arg(self.endpoint())
-            .env("PATH", path_variable())
+            .env("PATH", self.path())
             .env("TORPOR_FAILPOINT", failpoint)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -240,6 +246,15 @@ impl Host {
         }
         *self.gateway.lock().unwrap() = Some(child);
         true
+    }
+
+    fn path(&self) -> std::ffi::OsString {
+        let mut path = self.tools.clone().unwrap_or_default().into_os_string();
+        if !path.is_empty() {
+            path.push(":");
+        }
+        path.push(path_variable());
+        path
     }
 
     /// What the gateway has logged.

@@ -26,8 +26,8 @@ pub struct DoctorArgs {
     /// The gateway's configuration file, for its network.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// What this driver needs: of this host, or of the cluster that the configuration names.
-    #[arg(long, value_name = "NAME", default_value = "vm", value_parser = ["vm", "kubernetes"])]
+    /// What this driver needs: of this host, or of the engine or cluster that the configuration names.
+    #[arg(long, value_name = "NAME", default_value = "vm", value_parser = ["vm", "docker", "podman", "kubernetes"])]
     driver: String,
     /// Make the smallest changes of this host that help, until it boots again or --undo. Each is recorded first.
     #[arg(long, conflicts_with_all = ["undo", "orphans"])]
@@ -70,6 +70,9 @@ pub fn run(session: &Session, args: &DoctorArgs) -> Outcome {
     }
     let mut checks = match args.driver.as_str() {
         "kubernetes" => super::within_runtime(torpor_gateway::kubernetes::doctor(&config))?,
+        engine @ ("docker" | "podman") => {
+            super::within_runtime(torpor_gateway::containers::doctor(&config, engine))?
+        }
         _ => doctor::run(state, network),
     };
     checks.extend(super::within_runtime(gateway(session))?);

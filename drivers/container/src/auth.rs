@@ -1,15 +1,64 @@
-//! Credentials of registries, as `docker login` leaves them in a file.
+//! Credentials of registries, as `docker login` and `podman login` leave them: in a file, or with a program that the file
+//! names (docker-credential-NAME, which is asked for one registry and answers in JSON).
 
-use std::{collections::HashMap, fs, path::PathBuf};
+use std::{collections::HashMap, ffi::OsStr, fs, io, path::PathBuf, process::Stdio, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose};
 use serde::Deserialize;
 use serde_json::json;
+use tokio::{io::AsyncWriteExt as _, process::Command, time::timeout};
+use torpor_sandbox::DriverError;
+
+use crate::client::said;
+
+/// How long a helper may take: some ask a service of a cloud.
+const HELP: Duration = Duration::from_secs(20);
+/// Largest answer of a helper, bytes.
+const LARGEST: usize = 64 << 10;
+/// Docker's own registry, as files and helpers know it.
+const INDEX: &str = "https://index.docker.io/v1/";
+/// The user's name that says that the secret is a token.
+const TOKEN: &str = "<token>";
+/// What helpers say when they have nothing, with a failure.
+const NOTHING: &str = "credentials not found";
+
+/// Why the credentials of a registry can't be had.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AuthError {
+    #[error("{path} names the credential helper '{name}', which is no name of a program")]
+    Name { path: String, name: String },
+    #[error("the credential helper {program} that {path} names can't be run: {source}")]
+    Run {
+        path: String,
+        program: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("the credential helper {program} did not answer for {registry} within {} s", HELP.as_secs())]
+    Silent { program: String, registry: String },
+    #[error("the credential helper {program} has no credentials for {registry}: {said}")]
+    Refused { program: String, registry: String, said: String },
+    #[error("what the credential helper {program} answers for {registry} is no JSON of credentials")]
+    Garbled { program: String, registry: String },
+}
+
+impl From<AuthError> for DriverError {
+    fn from(error: AuthError) -> Self {
+        match error {
+            AuthError::Silent { .. } => Self::backend("look for credentials", error),
+            _ => Self::Invalid(error.to_string()),
+        }
+    }
+}
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct File {
     auths: HashMap<String, Entry>,
+    #[serde(rename = "credHelpers")]
+    helpers: HashMap<String, String>,
+    #[serde(rename = "credsStore")]
+    store: String,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -20,28 +69,114 @@ struct Entry {
     identity_token: String,
 }
 
+/// What a helper answers.
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Answer {
+    username: String,
+    secret: String,
+}
+
 /// The header that gives the engine what it needs for the registry of this image; none: it tries without.
-pub(crate) fn header(files: &[PathBuf], image: &str) -> Option<String> {
+///
+/// # Errors
+/// A helper that a file names and that can't be asked. Files that can't be read are passed over.
+pub(crate) async fn header(files: &[PathBuf], image: &str) -> Result<Option<String>, AuthError> {
+    header_by(files, image, &std::env::var_os("PATH").unwrap_or_default()).await
+}
+
+/// The same with helpers of these folders.
+async fn header_by(files: &[PathBuf], image: &str, folders: &OsStr) -> Result<Option<String>, AuthError> {
+    for path in files {
+        let Ok(text) = fs::read(path) else { continue };
+        let file = serde_json::from_slice::<File>(&text);
+        let file = file
+            .inspect_err(|error| tracing::warn!(file = %path.display(), %error, "credentials can't be read"));
+        let Ok(file) = file else { continue };
+        if let Some(header) = of_file(&file, &path.display().to_string(), image, folders).await? {
+            return Ok(Some(header));
+        }
+    }
+    Ok(None)
+}
+
+/// A helper for the registry goes before the file's own words, as with Docker's and Podman's own clients.
+async fn of_file(file: &File, path: &str, image: &str, folders: &OsStr) -> Result<Option<String>, AuthError> {
     let registry = registry(image);
-    files.iter().find_map(|file| {
-        let text = fs::read(file).ok()?;
-        let file: File = serde_json::from_slice(&text)
-            .inspect_err(|error| tracing::warn!(file = %file.display(), %error, "credentials can't be read"))
-            .ok()?;
-        names(registry).iter().find_map(|name| credentials(registry, file.auths.get(name)?))
-    })
+    let names = names(image);
+    let helper = names.iter().find_map(|name| file.helpers.get(name));
+    let helper = helper.or_else(|| Some(&file.store).filter(|name| !name.is_empty()));
+    if let Some(helper) = helper.filter(|name| !name.is_empty()) {
+        let key = if registry == "docker.io" { INDEX } else { registry };
+        if let Some(answer) = ask(helper, path, key, folders).await? {
+            return Ok(Some(encoded(registry, &answer.username, &answer.secret)));
+        }
+    }
+    Ok(names.iter().find_map(|name| credentials(registry, file.auths.get(name)?)))
 }
 
 fn credentials(registry: &str, entry: &Entry) -> Option<String> {
-    let value = if entry.identity_token.is_empty() {
-        let plain = general_purpose::STANDARD.decode(&entry.auth).ok()?;
-        let plain = String::from_utf8(plain).ok()?;
-        let (user, password) = plain.split_once(':')?;
-        json!({"username": user, "password": password, "serveraddress": registry})
-    } else {
-        json!({"identitytoken": entry.identity_token, "serveraddress": registry})
+    if !entry.identity_token.is_empty() {
+        return Some(encoded(registry, TOKEN, &entry.identity_token));
+    }
+    let plain = general_purpose::STANDARD.decode(&entry.auth).ok()?;
+    let plain = String::from_utf8(plain).ok()?;
+    let (user, password) = plain.split_once(':')?;
+    Some(encoded(registry, user, password))
+}
+
+fn encoded(registry: &str, user: &str, secret: &str) -> String {
+    let value = match user {
+        TOKEN => json!({"identitytoken": secret, "serveraddress": registry}),
+        _ => json!({"username": user, "password": secret, "serveraddress": registry}),
     };
-    Some(general_purpose::URL_SAFE.encode(value.to_string()))
+    general_purpose::URL_SAFE.encode(value.to_string())
+}
+
+/// Asks a helper; none when it has nothing.
+async fn ask(name: &str, path: &str, registry: &str, folders: &OsStr) -> Result<Option<Answer>, AuthError> {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    if name.is_empty() || !name.bytes().all(fits) {
+        let name = said(&torpor_sandbox::id::clip(name));
+        return Err(AuthError::Name { path: path.to_owned(), name });
+    }
+    let program = format!("docker-credential-{name}");
+    let run = |source| AuthError::Run { path: path.to_owned(), program: program.clone(), source };
+    let mut child = Command::new(&program)
+        .arg("get")
+        .env("PATH", folders)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(run)?;
+    let talk = async {
+        if let Some(mut input) = child.stdin.take() {
+            // One that ends without reading has said what it has to say.
+            let _unread = input.write_all(format!("{registry}\n").as_bytes()).await;
+        }
+        child.wait_with_output().await
+    };
+    let registry = registry.to_owned();
+    let done = match timeout(HELP, talk).await {
+        Err(_) => return Err(AuthError::Silent { program, registry }),
+        Ok(done) => done.map_err(run)?,
+    };
+    if !done.status.success() {
+        let words = [done.stdout, done.stderr].concat();
+        let words = said(&String::from_utf8_lossy(&words));
+        if words.contains(NOTHING) {
+            return Ok(None);
+        }
+        return Err(AuthError::Refused { program, registry, said: format!("{words} ({})", done.status) });
+    }
+    let answer = (done.stdout.len() <= LARGEST).then(|| serde_json::from_slice::<Answer>(&done.stdout));
+    match answer {
+        Some(Ok(answer)) => Ok(Some(answer)),
+        // What it says may hold the secret.
+        _ => Err(AuthError::Garbled { program, registry }),
+    }
 }
 
 /// The part before the first slash, when it can be a host; else Docker's own registry.
@@ -52,36 +187,94 @@ fn registry(image: &str) -> &str {
     }
 }
 
-/// What the file may call it.
-fn names(registry: &str) -> Vec<String> {
-    let mut names = vec![registry.to_owned(), format!("https://{registry}")];
+/// What a file may call it, the closest first: Podman has credentials for parts of a registry.
+fn names(image: &str) -> Vec<String> {
+    let registry = registry(image);
+    let mut names = Vec::new();
+    if let Some(path) = image.strip_prefix(registry).and_then(|rest| rest.strip_prefix('/')) {
+        let path = path.split_once('@').map_or(path, |(path, _)| path);
+        let path = path.rsplit_once(':').filter(|(_, tag)| !tag.contains('/')).map_or(path, |(path, _)| path);
+        let mut part = Some(path);
+        while let Some(now) = part {
+            names.push(format!("{registry}/{now}"));
+            part = now.rsplit_once('/').map(|(above, _)| above);
+        }
+    }
+    names.extend([registry.to_owned(), format!("https://{registry}")]);
     if registry == "docker.io" {
-        names.push("https://index.docker.io/v1/".to_owned());
+        names.extend([INDEX.to_owned(), "index.docker.io".to_owned()]);
     }
     names
 }
 
 #[cfg(test)]
 mod tests {
+    use std::{os::unix::fs::PermissionsExt as _, path::Path};
+
     use super::*;
 
-    #[test]
-    fn the_credentials_are_those_of_the_images_registry() {
+    fn decoded(header: &str) -> serde_json::Value {
+        serde_json::from_slice(&general_purpose::URL_SAFE.decode(header).unwrap()).unwrap()
+    }
+
+    async fn of(file: &Path, image: &str) -> Option<serde_json::Value> {
+        let files = ["/nonexistent/none".into(), file.to_owned()];
+        header(&files, image).await.unwrap().map(|header| decoded(&header))
+    }
+
+    #[tokio::test]
+    async fn the_credentials_are_those_of_the_images_registry() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("config.json");
         // "ann:secret:1", and a token.
         let text = r#"{"auths": {"registry.test:5000": {"auth": "YW5uOnNlY3JldDox"},
-            "https://index.docker.io/v1/": {"identitytoken": "t"}}, "credsStore": "x"}"#;
+            "registry.test:5000/team": {"auth": "Ym9iOngK"},
+            "https://index.docker.io/v1/": {"identitytoken": "t"}}}"#;
         fs::write(&file, text).unwrap();
-        let of = |image: &str| {
-            let header = header(&[folder.path().join("none"), file.clone()], image)?;
-            let json = general_purpose::URL_SAFE.decode(header).unwrap();
-            Some(serde_json::from_slice::<serde_json::Value>(&json).unwrap())
-        };
-        let own = of("registry.test:5000/team/web:1").unwrap();
+        let own = of(&file, "registry.test:5000/other/web:1").await.unwrap();
         assert_eq!((own["username"].as_str(), own["password"].as_str()), (Some("ann"), Some("secret:1")));
-        assert_eq!(of("alpine").unwrap()["identitytoken"], "t");
-        assert_eq!(of("other.test/alpine"), None);
+        assert_eq!(of(&file, "registry.test:5000/team/web:1").await.unwrap()["username"], "bob");
+        assert_eq!(of(&file, "alpine").await.unwrap()["identitytoken"], "t");
+        assert_eq!(of(&file, "other.test/alpine").await, None);
+    }
+
+    #[tokio::test]
+    async fn helpers_are_asked_for_their_registry_and_what_they_lack_is_told() {
+        let script = "#!/bin/sh\nread r; case $r in
+            h.test) echo '{\"ServerURL\":\"h.test\",\"Username\":\"<token>\",\"Secret\":\"t\"}' ;;
+            https://index.docker.io/v1/) echo '{\"Username\":\"ann\",\"Secret\":\"s\"}' ;;
+            bad.test) echo garbage ;;
+            none.test) echo 'credentials not found in native keychain'; exit 1 ;;
+            *) echo 'the keyring is locked'; exit 1 ;;
+            esac";
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("docker-credential-test");
+        fs::write(&program, script).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        let of = |image: &'static str| {
+            let (files, folder) = ([folder.path().join("config.json")], folder.path().as_os_str());
+            async move { header_by(&files, image, folder).await }
+        };
+        let json = |header: Option<String>| header.map(|header| decoded(&header)).unwrap();
+        let file = folder.path().join("config.json");
+        let text = json!({
+            "credsStore": "test", "credHelpers": {"odd.test": "../odd", "gone.test": "no-such-helper-here"},
+            "auths": {"none.test": {"auth": "YW5uOnNlY3JldDox"}},
+        });
+        fs::write(&file, text.to_string()).unwrap();
+        assert_eq!(json(of("h.test/a").await.unwrap())["identitytoken"], "t");
+        assert_eq!(json(of("alpine:3").await.unwrap())["username"], "ann");
+        // It has none: the file may.
+        assert_eq!(json(of("none.test/a").await.unwrap())["username"], "ann");
+        let why = async |image| DriverError::from(of(image).await.unwrap_err()).to_string();
+        assert!(why("locked.test/a").await.contains("the keyring is locked"));
+        assert!(why("bad.test/a").await.contains("no JSON"));
+        assert!(why("odd.test/a").await.contains("no name of a program"));
+        let gone = why("gone.test/a").await;
+        assert!(
+            gone.contains("docker-credential-no-such-helper-here") && gone.contains("config.json"),
+            "{gone}"
+        );
     }
 
     #[test]
@@ -89,5 +282,6 @@ mod tests {
         assert_eq!(registry("localhost/a"), "localhost");
         assert_eq!(registry("a.test/b:1"), "a.test");
         assert_eq!([registry("library/alpine"), registry("alpine:3")], ["docker.io"; 2]);
+        assert_eq!(names("a.test:1/b/c:2@sha256:0")[..3], ["a.test:1/b/c", "a.test:1/b", "a.test:1"]);
     }
 }

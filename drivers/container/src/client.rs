@@ -100,7 +100,9 @@ impl From<EngineError> for DriverError {
 pub(crate) struct Known {
     pub(crate) version: String,
     pub(crate) info: Info,
-    prefix: String,
+    /// Whether it keeps memory, once that was looked at.
+    pub(crate) can_keep: Option<Result<(), String>>,
+    pub(crate) prefix: String,
 }
 
 #[derive(Debug)]
@@ -108,6 +110,8 @@ pub(crate) struct Client {
     engine: Engine,
     socket: PathBuf,
     known: RwLock<Option<Known>>,
+    /// Held while it is asked what it is: a later answer must not take away what was found out after an earlier one.
+    learning: tokio::sync::Mutex<()>,
 }
 
 /// What a request carries.
@@ -120,7 +124,7 @@ pub(crate) enum Carries {
 
 impl Client {
     pub(crate) fn new(engine: Engine, socket: &Path) -> Self {
-        Self { engine, socket: socket.to_owned(), known: RwLock::default() }
+        Self { engine, socket: socket.to_owned(), known: RwLock::default(), learning: Default::default() }
     }
 
     /// What was learned of the engine; none when it was never reached.
@@ -133,12 +137,27 @@ impl Client {
         if let Some(known) = self.known() {
             return Ok(known);
         }
+        let _first = self.learning.lock().await;
+        if let Some(known) = self.known() {
+            return Ok(known);
+        }
         let version: Version = self.decode("version", self.raw(Method::GET, "/version", QUICK).await?)?;
         let prefix = prefix(&version);
-        let info = self.decode("info", self.raw(Method::GET, &format!("{prefix}/info"), QUICK).await?)?;
-        let known = Known { version: version.version, info, prefix };
+        let info: Info =
+            self.decode("info", self.raw(Method::GET, &format!("{prefix}/info"), QUICK).await?)?;
+        let known = Known { version: version.version, info: info.truthful(), can_keep: None, prefix };
         *self.known.write().unwrap_or_else(PoisonError::into_inner) = Some(known.clone());
         Ok(known)
+    }
+
+    pub(crate) fn can_keep(&self) -> Option<Result<(), String>> {
+        self.known()?.can_keep
+    }
+
+    pub(crate) fn note_can_keep(&self, can: Result<(), String>) {
+        if let Some(known) = self.known.write().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            known.can_keep = Some(can);
+        }
     }
 
     /// It may be another version when it is back.

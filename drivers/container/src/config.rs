@@ -28,6 +28,9 @@ pub struct ContainerConfig {
     pub pids: u32,
     /// Credentials of registries, as `docker login` leaves them; none: where the engine's own clients look.
     pub auth_file: Option<PathBuf>,
+    /// The program that engines make checkpoints with, looked for on the path. Asked only whether it works here: which one
+    /// an engine uses is the engine's to say.
+    pub criu: PathBuf,
 }
 
 impl ContainerConfig {
@@ -47,6 +50,7 @@ impl ContainerConfig {
             start_timeout: Duration::from_secs(60),
             pids: 4096,
             auth_file: None,
+            criu: "criu".into(),
         }
     }
 

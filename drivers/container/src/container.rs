@@ -1,6 +1,6 @@
 //! How a sandbox is a container: what the engine is told at its creation, once and for all.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use serde_json::{Value, json};
 use torpor_sandbox::{Run, SandboxId, SandboxSpec};
@@ -82,14 +82,14 @@ pub(crate) fn body(
         "Labels": {
             SANDBOX: id.as_str(), GATEWAY: store.identity, RUN: run.to_string(), IMAGE: spec.image_digest,
         },
-        "HostConfig": host_config(spec, config, store, dir, info),
+        "HostConfig": host_config(spec, config, &store.agent_of(id), dir, info),
     })
 }
 
 fn host_config(
     spec: &SandboxSpec,
     config: &ContainerConfig,
-    store: &Store,
+    agent: &Path,
     dir: &RunDir,
     info: &Info,
 ) -> Value {
@@ -103,7 +103,7 @@ fn host_config(
         "CapAdd": CAPABILITIES,
         "SecurityOpt": ["no-new-privileges"],
         "LogConfig": {"Type": "json-file", "Config": BTreeMap::from(LOG)},
-        "Mounts": mounts(spec, store, dir),
+        "Mounts": mounts(spec, agent, dir),
     });
     // An engine refuses a limit that its host has no means for; `capabilities` says so to people.
     let memory = i64::try_from(spec.resources.memory_bytes).unwrap_or(i64::MAX);
@@ -124,9 +124,9 @@ fn host_config(
     all
 }
 
-fn mounts(spec: &SandboxSpec, store: &Store, dir: &RunDir) -> Vec<Value> {
-    let bind = |source: &std::path::Path, target: &str| json!({"Type": "bind", "Source": source, "Target": target, "ReadOnly": true});
-    let ours = [bind(&store.agent, AGENT), bind(&dir.agent_dir(), HOST)];
+fn mounts(spec: &SandboxSpec, agent: &Path, dir: &RunDir) -> Vec<Value> {
+    let bind = |source: &Path, target: &str| json!({"Type": "bind", "Source": source, "Target": target, "ReadOnly": true});
+    let ours = [bind(agent, AGENT), bind(&dir.agent_dir(), HOST)];
     let theirs = spec.volumes.iter().map(|volume| {
         let kind = if volume.is_bind() { "bind" } else { "volume" };
         json!({

@@ -26,6 +26,7 @@ use crate::{
     client::{Carries, Client, EngineError, WORK, encoded},
     config::{ConfigError, ContainerConfig},
     container::{self, GATEWAY, SANDBOX},
+    engine::Engine,
     events, live, logs,
     run::RunDir,
     store::Store,
@@ -142,7 +143,7 @@ impl Inner {
     pub(crate) async fn inspect(&self, id: &SandboxId) -> Result<Option<Inspect>, EngineError> {
         let found = self.client.get::<Inspect>(&format!("/containers/{}/json", container::name(id))).await;
         match found {
-            Ok(found) if self.is_ours(&found, id) => Ok(Some(found)),
+            Ok(found) if self.is_ours(&found, id) => Ok(Some(self.without_old_pid(id, found).await?)),
             Ok(_) => {
                 tracing::warn!(%id, "a container with the sandbox's name is another gateway's");
                 Ok(None)
@@ -150,6 +151,19 @@ impl Inner {
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Podman shows the process of a container that it has written out as if it were there.
+    async fn without_old_pid(&self, id: &SandboxId, mut found: Inspect) -> Result<Inspect, EngineError> {
+        let state = &mut found.state;
+        let doubtful = state.pid > 0 && !state.running && state.status == "exited";
+        if doubtful && self.config.engine == Engine::Podman {
+            let seen = self.checkpointed(id).await?;
+            if seen.checkpointed && !seen.running {
+                state.pid = 0;
+            }
+        }
+        Ok(found)
     }
 
     fn is_ours(&self, found: &Inspect, id: &SandboxId) -> bool {
@@ -191,6 +205,7 @@ impl Inner {
         let dir = self.run_dir(id);
         // Docker wants to see what it will mount.
         dir.make()?;
+        self.store.link_agent(id)?;
         let body = container::body(id, spec, run, &self.config, &self.store, &dir, &known.info);
         let path = format!("/containers/create?name={}", container::name(id));
         let made = self.client.call(Method::POST, &path, Carries::Json(body), WORK).await;
@@ -250,11 +265,17 @@ impl ComputeDriver for ContainerDriver {
             Some(known) => format!("{engine} {} ({})", known.version, known.info.default_runtime),
             None => format!("{engine} (not reached yet)"),
         };
+        let no_memory = match known.as_ref().map(|known| known.can_keep.clone()) {
+            None => Some(format!("{engine} is not reached yet")),
+            Some(None) => Some("whether it can is being found out; try again".to_owned()),
+            Some(Some(can)) => can.err(),
+        };
         let notice = known.and_then(|known| missing_limits(&known.info));
         Capabilities {
             name: engine.to_owned(),
             version,
-            keeps_memory: false,
+            keeps_memory: no_memory.is_none(),
+            no_memory,
             updates: true,
             needs_loan: false,
             machine,
@@ -292,15 +313,12 @@ impl ComputeDriver for ContainerDriver {
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {
-        if from == Keep::Memory {
-            return Err(self.no_memory());
-        }
-        self.inner.start(id, run).await
+        self.inner.start(id, from, run).await
     }
 
     async fn stop(&self, id: &SandboxId, keep: Keep, deadline: Duration) -> Result<Stopped, DriverError> {
         if keep == Keep::Memory {
-            return Err(self.no_memory());
+            return self.inner.put_to_sleep(id, deadline).await;
         }
         let turn = self.inner.turn(id).await;
         self.inner.put_down(id, &turn, Some(deadline)).await
@@ -348,18 +366,8 @@ impl ComputeDriver for ContainerDriver {
     }
 }
 
-impl ContainerDriver {
-    fn no_memory(&self) -> DriverError {
-        let engine = self.inner.config.engine.name();
-        DriverError::Unsupported(format!(
-            "the {engine} driver keeps no memory: it uses no checkpoints of the engine; suspend without --memory"
-        ))
-    }
-}
-
 fn missing_limits(info: &crate::types::Info) -> Option<String> {
-    let all = [(info.memory_limit, "memory"), (info.pids_limit, "processes"), (info.cpu_cfs_quota, "CPUs")];
-    let missing: Vec<&str> = all.iter().filter(|(there, _)| !there).map(|(_, name)| *name).collect();
+    let missing = info.missing_limits();
     let text =
         format!("the engine can't limit {} here: its cgroups lack the controllers", missing.join(", "));
     (!missing.is_empty()).then_some(text)

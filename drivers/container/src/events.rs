@@ -28,6 +28,9 @@ pub(crate) async fn follow(inner: Arc<Inner>) {
     let mut pause = AGAIN;
     let mut was_there = true;
     loop {
+        // Not after it: Podman answers with its first event only.
+        let looks = inner.clone();
+        tokio::spawn(async move { looks.keeps_memory().await });
         match connect(&inner).await {
             Ok(events) => {
                 if !was_there {

@@ -50,7 +50,7 @@ impl ImageCare for Inner {
             Some(file) => vec![file.clone()],
             None => self.config.engine.auth_files(),
         };
-        let auth = auth::header(&files, name);
+        let auth = auth::header(&files, name).await?;
         let answer = self.client.stream(Method::POST, &path, Carries::Nothing, auth).await;
         let answer = answer.map_err(|error| not_pulled(name, error))?;
         self.follow(answer, tell).await.map_err(|why| refusal(name, &why))?;

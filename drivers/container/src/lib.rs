@@ -8,9 +8,11 @@
 #![forbid(unsafe_code)]
 
 mod auth;
+mod checkpoint;
 mod client;
 mod config;
 mod container;
+mod doctor;
 mod driver;
 mod engine;
 mod events;
@@ -19,6 +21,7 @@ mod images;
 mod link;
 mod live;
 mod logs;
+mod memory;
 mod observe;
 mod run;
 mod start;
@@ -27,5 +30,6 @@ mod store;
 mod types;
 
 pub use config::{ConfigError, ContainerConfig};
+pub use doctor::{Finding, Level, diagnose};
 pub use driver::ContainerDriver;
 pub use engine::Engine;

@@ -3,8 +3,9 @@
 
 use std::{
     fs, io,
-    os::unix::fs::PermissionsExt as _,
-    path::Path,
+    net::Shutdown,
+    os::{fd::AsFd as _, unix::fs::PermissionsExt as _},
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -30,6 +31,8 @@ const WINDOWS: (u32, u32) = (1 << 20, 1 << 30);
 #[derive(Debug, Default)]
 struct Door {
     newest: Mutex<Option<UnixStream>>,
+    /// The one that is used, to be hung up.
+    used: Mutex<Option<std::os::unix::net::UnixStream>>,
     knocked: Notify,
 }
 
@@ -37,6 +40,8 @@ struct Door {
 #[derive(Debug)]
 pub(crate) struct Link {
     accepting: AbortHandle,
+    door: Arc<Door>,
+    path: PathBuf,
     pub(crate) channel: Channel,
 }
 
@@ -59,7 +64,14 @@ impl Link {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
         let door = Arc::new(Door::default());
         let accepting = tokio::spawn(accept(listener, door.clone())).abort_handle();
-        Ok(Self { accepting, channel: channel(door) })
+        Ok(Self { accepting, channel: channel(door.clone()), door, path })
+    }
+
+    /// Hangs up, whoever still has the channel: a container that is to be written out has no connection to anybody.
+    pub(crate) fn close(&self) {
+        self.accepting.abort();
+        let _gone_before = fs::remove_file(&self.path);
+        self.door.hang_up();
     }
 }
 
@@ -86,9 +98,18 @@ impl Door {
         }
     }
 
+    fn hang_up(&self) {
+        drop(self.newest.lock().unwrap_or_else(PoisonError::into_inner).take());
+        if let Some(used) = self.used.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let _ended_before = used.shutdown(Shutdown::Both);
+        }
+    }
+
     async fn open(&self) -> io::Result<TokioIo<Stream>> {
         let nobody = |_| io::Error::new(io::ErrorKind::TimedOut, "the container's agent does not dial");
         let stream = timeout(WAIT, self.take()).await.map_err(nobody)?;
+        let copy = stream.as_fd().try_clone_to_owned()?;
+        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Some(copy.into());
         host::connect(stream, WAIT).await.map(TokioIo::new).map_err(io::Error::other)
     }
 }

@@ -74,6 +74,12 @@ impl Live {
         self.link.channel.clone()
     }
 
+    /// Hangs up, and hears the agent no more.
+    pub(crate) fn close(&self) {
+        self.end();
+        self.link.close();
+    }
+
     /// Nobody needs it any more.
     fn end(&self) {
         self.over.cancel();

@@ -45,7 +45,11 @@ impl Inner {
         let Some(record) = record else {
             // Started by somebody else, or nobody's run at all.
             let outside = Observed::Running { run: Run(0), agent: false };
-            return Ok(if found.state.is_up() { outside } else { Observed::Stopped { memory: false } });
+            if found.state.is_up() {
+                return Ok(outside);
+            }
+            let note = self.memory_of(id, &found).await?;
+            return Ok(Observed::Stopped { memory: note.is_some_and(|note| note.used.is_none()) });
         };
         if record.is_replaced(&found) {
             return Ok(interrupted(record.run, "the container was started anew from outside"));
@@ -80,6 +84,13 @@ impl Inner {
     pub(crate) async fn agent(self: &Arc<Self>, id: &SandboxId) -> Result<Channel, DriverError> {
         if let Some(live) = self.heard(id) {
             return Ok(live.channel());
+        }
+        // While its memory is written out nobody may listen for its agent.
+        if self.store.note(id)?.is_some_and(|note| !note.kept) {
+            return Err(DriverError::backend(
+                "reach the agent",
+                "the container's memory is being written out",
+            ));
         }
         let found = self.inspect(id).await?.filter(|found| found.state.is_up());
         match (found, self.run_dir(id).record()?) {

@@ -10,13 +10,14 @@ use hyper::Method;
 use tokio::time::{sleep, timeout};
 use tonic::Code;
 use torpor_proto::agent::v1::{ConfigureRequest, MainCommand, agent_client::AgentClient};
-use torpor_sandbox::{Change, DriverError, Run, SandboxId, SandboxSpec, failpoint::hit};
+use torpor_sandbox::{Change, DriverError, Keep, Run, SandboxId, SandboxSpec, failpoint::hit};
 
 use crate::{
     client::{EngineError, WORK, encoded, said},
     driver::{Inner, Turn},
     live::Live,
     logs,
+    memory::Note,
     run::Record,
     types::Inspect,
 };
@@ -31,7 +32,12 @@ const LOOK: Duration = Duration::from_millis(500);
 const CONSOLE: usize = 4096;
 
 impl Inner {
-    pub(crate) async fn start(self: &Arc<Self>, id: &SandboxId, run: Run) -> Result<Change, DriverError> {
+    pub(crate) async fn start(
+        self: &Arc<Self>,
+        id: &SandboxId,
+        from: Keep,
+        run: Run,
+    ) -> Result<Change, DriverError> {
         let turn = self.turn(id).await;
         let spec = self.store.spec(id)?;
         let found = self.inspect(id).await?.ok_or_else(|| {
@@ -49,6 +55,7 @@ impl Inner {
             let live = self.hear(id, &record)?;
             live.seen(&found, &dir);
             self.bring_up(&live, &spec, &found, record, &turn).await?;
+            self.no_more_memory(id, &turn).await?;
             return Ok(Change::Already);
         }
         // An engine that was asked by a gateway that is gone may be about to start it, in the folder that there is.
@@ -59,12 +66,35 @@ impl Inner {
         }
         self.check_image(&found, &spec).await?;
         self.check_mounts(&spec).await?;
+        let memory = match from {
+            Keep::Disk => None,
+            Keep::Memory => Some(self.usable_memory(id, &found, run).await?),
+        };
+        if memory.is_none() {
+            self.no_more_memory(id, &turn).await?;
+            self.store.link_agent(id)?;
+        }
         let (inner, wanted, before) = (self.clone(), id.clone(), found);
-        let launched = self.step(id, &turn, async move { inner.launch(&wanted, run, &before).await });
+        let launched = self.step(id, &turn, async move { inner.launch(&wanted, run, &before, memory).await });
         let (live, record, found) = launched.await?;
         hit("container.start.launched")?;
         self.bring_up(&live, &spec, &found, record, &turn).await?;
+        self.no_more_memory(id, &turn).await?;
         Ok(Change::Done)
+    }
+
+    /// What this run may go on from: memory that nobody else has gone on from.
+    async fn usable_memory(&self, id: &SandboxId, found: &Inspect, run: Run) -> Result<Note, DriverError> {
+        let note = self.memory_of(id, found).await?;
+        note.filter(|note| note.used.is_none_or(|used| used == run)).ok_or_else(|| {
+            let cause = "its memory is not there; the workspace is: `torpor start` boots from it";
+            failed("restore", cause.to_owned(), b"")
+        })
+    }
+
+    async fn no_more_memory(self: &Arc<Self>, id: &SandboxId, turn: &Turn) -> Result<(), DriverError> {
+        let (inner, wanted) = (self.clone(), id.clone());
+        self.step(id, turn, async move { inner.discard(&wanted).await }).await
     }
 
     /// The container must still be of the image that the sandbox is bound to, and that image must be there.
@@ -114,6 +144,7 @@ impl Inner {
         id: &SandboxId,
         run: Run,
         before: &Inspect,
+        memory: Option<Note>,
     ) -> Result<(Arc<Live>, Record, Inspect), DriverError> {
         let dir = self.run_dir(id);
         dir.make()?;
@@ -122,11 +153,20 @@ impl Inner {
         hit("container.launch.noted")?;
         let live = self.hear(id, &record)?;
         hit("container.launch.listening")?;
-        let asked = self.ask(Method::POST, id, "/start", WORK).await;
+        let restores = memory.is_some();
+        let asked = match memory {
+            None => self.ask(Method::POST, id, "/start", WORK).await,
+            Some(note) => {
+                let note = Note { used: Some(run), ..note };
+                self.store.write_note(id, &note)?;
+                hit("container.memory.restoring")?;
+                self.ask_to_restore(id, &note).await
+            }
+        };
         hit("container.launch.asked")?;
         let found = match self.inspect(id).await? {
             Some(found) if found.state.is_up() => found,
-            other => return Err(self.not_launched(id, asked.err(), other).await),
+            other => return Err(self.not_launched(id, asked.err(), other, restores).await),
         };
         record.started_at = Some(found.state.started_at.clone());
         dir.write(&record)?;
@@ -141,6 +181,7 @@ impl Inner {
         id: &SandboxId,
         error: Option<EngineError>,
         found: Option<Inspect>,
+        restores: bool,
     ) -> DriverError {
         if error.as_ref().is_some_and(EngineError::is_absence) {
             // It may still come about: whoever looks next finds out.
@@ -152,6 +193,7 @@ impl Inner {
             tracing::warn!(sandbox = %id, %error, "a failed start left something; stop will find it");
         }
         match (error, found) {
+            (Some(error), _) if restores => failed("restore", error.to_string(), &console),
             (Some(error), _) => refused(error),
             (None, Some(found)) => {
                 let cause = format!("the container ended at once with code {}", found.state.exit_code);

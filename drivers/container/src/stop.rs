@@ -76,12 +76,17 @@ impl Inner {
         }
         hit("container.stop.ended")?;
         self.unhear(id);
+        if found.is_some() {
+            // Its files may be others by now, or nobody wants its memory.
+            let (inner, wanted) = (self.clone(), id.clone());
+            self.step(id, turn, async move { inner.discard(&wanted).await }).await?;
+        }
         self.step(id, turn, async move { dir.remove() }).await?;
         hit("container.stop.released")?;
         Ok(stopped)
     }
 
-    async fn unpause(self: &Arc<Self>, id: &SandboxId, turn: &Turn) -> Result<(), DriverError> {
+    pub(crate) async fn unpause(self: &Arc<Self>, id: &SandboxId, turn: &Turn) -> Result<(), DriverError> {
         let (inner, wanted) = (self.clone(), id.clone());
         let unpause = async move {
             match inner.ask(Method::POST, &wanted, "/unpause", WORK).await {
@@ -126,6 +131,11 @@ impl Inner {
             }
         }
         self.released(id).await
+    }
+
+    /// Whether nothing runs and the address is given back, in a time that an engine needs for it.
+    pub(crate) async fn is_at_rest(&self, id: &SandboxId) -> Result<bool, EngineError> {
+        self.until(id, KILLED, |found| !found.state.is_up() && found.addresses().0.is_empty()).await
     }
 
     /// Whether nothing of the container runs, within this time.
@@ -245,5 +255,75 @@ async fn shut_down(live: &Arc<Live>, until: Instant) -> Result<(), String> {
         }
         Ok(Err(status)) => Err(format!("the agent did not shut down: {}", said(status.message()))),
         Err(_) => Err(format!("the agent did not answer within {:.1} s", left.as_secs_f64())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        io::{Read as _, Write as _},
+        os::unix::net::{UnixListener, UnixStream},
+        path::Path,
+        sync::atomic::{AtomicU32, Ordering},
+        thread,
+    };
+
+    use torpor_sandbox::{ComputeDriver as _, Observed};
+
+    use crate::{ContainerConfig, ContainerDriver, Engine};
+
+    use super::*;
+
+    /// An engine that shows one container and can do nothing about it but, at the third time, remove it.
+    fn broken(socket: &Path, identity: String, id: SandboxId) -> Arc<AtomicU32> {
+        let removals = Arc::new(AtomicU32::new(0));
+        let (listener, asked) = (UnixListener::bind(socket).unwrap(), removals.clone());
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let _gone = answer(stream, &identity, &id, &asked);
+            }
+        });
+        removals
+    }
+
+    fn answer(
+        mut stream: UnixStream,
+        identity: &str,
+        id: &SandboxId,
+        removals: &AtomicU32,
+    ) -> std::io::Result<()> {
+        let mut request = [0; 4096];
+        let read = stream.read(&mut request)?;
+        let request = String::from_utf8_lossy(&request[..read]).into_owned();
+        let labels = format!(r#"{{"torpor.dev/gateway":"{identity}","torpor.dev/sandbox":"{id}"}}"#);
+        let shown = format!(r#"{{"Id":"c","State":{{"Status":"exited"}},"Config":{{"Labels":{labels}}}}}"#);
+        let there = removals.load(Ordering::SeqCst) < 3;
+        let (status, body) = match request.split(' ').next() {
+            Some("GET") if !request.contains("/json ") => (200, "{}"),
+            Some("GET") if there => (200, shown.as_str()),
+            Some("GET") => (404, "{}"),
+            Some("DELETE") if removals.fetch_add(1, Ordering::SeqCst) == 2 => (204, ""),
+            _ => (500, r#"{"message":"device or resource busy"}"#),
+        };
+        let length = body.len();
+        write!(stream, "HTTP/1.1 {status} X\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}")
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_delete_goes_on_with_an_engine_that_is_half_broken() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        fs::write(path("agent"), "agent").unwrap();
+        let mut config = ContainerConfig::new(Engine::Docker, path("state"), path("run"), path("agent"));
+        config.socket = path("sock");
+        let driver = ContainerDriver::new(config).unwrap();
+        let identity = fs::read_to_string(path("state/containers/identity")).unwrap().trim().to_owned();
+        let id = SandboxId::generate();
+        let removals = broken(&path("sock"), identity, id.clone());
+        assert_eq!(driver.observe(&id).await.unwrap(), Observed::Stopped { memory: false });
+        assert_eq!(driver.delete(&id).await.unwrap(), Change::Done);
+        assert_eq!(removals.load(Ordering::SeqCst), 3);
+        assert_eq!(driver.observe(&id).await.unwrap(), Observed::Missing);
     }
 }

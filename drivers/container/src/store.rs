@@ -2,7 +2,7 @@
 
 use std::{
     fs, io,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -12,7 +12,11 @@ use crate::{
     config::ConfigError,
     engine::Engine,
     files::{self, failed, make_folder, read_json, remove_tree, write_json, write_whole},
+    memory::Note,
 };
+
+/// What is noted of a sandbox's memory.
+const MEMORY: &str = "memory.json";
 
 /// The durable side of the driver.
 #[derive(Clone, Debug)]
@@ -75,6 +79,42 @@ impl Store {
         make_folder(&folder).map_err(|error| failed("make", &folder, error))?;
         write_json(&path, spec)?;
         Ok(Change::Done)
+    }
+
+    /// What is noted of its memory.
+    pub(crate) fn note(&self, id: &SandboxId) -> Result<Option<Note>, DriverError> {
+        read_json(&self.of(id).join(MEMORY))
+    }
+
+    pub(crate) fn write_note(&self, id: &SandboxId, note: &Note) -> Result<(), DriverError> {
+        write_json(&self.of(id).join(MEMORY), note)
+    }
+
+    pub(crate) fn remove_note(&self, id: &SandboxId) -> Result<(), DriverError> {
+        let path = self.of(id).join(MEMORY);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", &path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The agent as the sandbox's container mounts it.
+    pub(crate) fn agent_of(&self, id: &SandboxId) -> PathBuf {
+        self.of(id).join("torpor-agent")
+    }
+
+    /// Gives a sandbox the present agent, from its next start on. One whose memory is kept must find the one that it was
+    /// started with, so each has a name of its own for it.
+    pub(crate) fn link_agent(&self, id: &SandboxId) -> Result<(), DriverError> {
+        let place = self.agent_of(id);
+        let inode = |path: &Path| fs::metadata(path).map(|file| file.ino()).ok();
+        if inode(&place).is_some() && inode(&place) == inode(&self.agent) {
+            return Ok(());
+        }
+        let new = place.with_extension("new");
+        let _not_there = fs::remove_file(&new);
+        let linked = fs::hard_link(&self.agent, &new).and_then(|()| fs::rename(&new, &place));
+        linked.map_err(|error| failed("link the agent as", &place, error))
     }
 
     pub(crate) fn delete(&self, id: &SandboxId) -> Result<bool, DriverError> {

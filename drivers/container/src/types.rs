@@ -26,6 +26,38 @@ pub(crate) struct Info {
     pub(crate) pids_limit: bool,
     pub(crate) cpu_cfs_quota: bool,
     pub(crate) default_runtime: String,
+    pub(crate) experimental_build: bool,
+    /// Podman's.
+    pub(crate) rootless: bool,
+    pub(crate) security_options: Option<Vec<String>>,
+    /// Of images and layers.
+    pub(crate) driver: String,
+    pub(crate) cgroup_driver: String,
+    pub(crate) cgroup_version: String,
+    pub(crate) live_restore_enabled: bool,
+}
+
+impl Info {
+    /// Runs as a user of the host.
+    pub(crate) fn is_rootless(&self) -> bool {
+        self.rootless || self.security_options.iter().flatten().any(|option| option == "name=rootless")
+    }
+
+    /// As it is, and not as it is said: on cgroups of the first version nobody but root holds any limit.
+    pub(crate) fn truthful(mut self) -> Self {
+        if self.is_rootless() && self.cgroup_version == "1" {
+            (self.memory_limit, self.swap_limit) = (false, false);
+            (self.pids_limit, self.cpu_cfs_quota) = (false, false);
+        }
+        self
+    }
+
+    /// The limits that its cgroups can't hold.
+    pub(crate) fn missing_limits(&self) -> Vec<&'static str> {
+        let all =
+            [(self.memory_limit, "memory"), (self.pids_limit, "processes"), (self.cpu_cfs_quota, "CPUs")];
+        all.iter().filter(|(there, _)| !there).map(|(_, name)| *name).collect()
+    }
 }
 
 /// `GET /containers/ID/json`.
@@ -37,6 +69,13 @@ pub(crate) struct Inspect {
     pub(crate) state: State,
     pub(crate) config: ContainerConfig,
     pub(crate) network_settings: Option<NetworkSettings>,
+    pub(crate) graph_driver: Option<GraphDriver>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct GraphDriver {
+    pub(crate) data: Option<HashMap<String, String>>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -97,9 +136,36 @@ impl Inspect {
         all.find(|(ip, _)| !ip.is_empty()).unwrap_or_default()
     }
 
+    /// The folder of its writable layer, where the engine says.
+    pub(crate) fn layer(&self) -> Option<&str> {
+        self.graph_driver.as_ref()?.data.as_ref()?.get("UpperDir").map(String::as_str)
+    }
+
     pub(crate) fn label(&self, name: &str) -> Option<&str> {
         self.config.labels.as_ref()?.get(name).map(String::as_str)
     }
+}
+
+/// One of `GET /containers/ID/checkpoints`.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Checkpoint {
+    pub(crate) name: String,
+}
+
+/// What `GET /libpod/containers/ID/json` says of checkpoints.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct CheckpointInspect {
+    pub(crate) state: Checkpointed,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Checkpointed {
+    pub(crate) running: bool,
+    pub(crate) checkpointed: bool,
+    pub(crate) checkpoint_path: String,
 }
 
 /// One of `GET /containers/json`.
@@ -169,6 +235,18 @@ mod tests {
         assert!(!found.state.is_up());
         assert_eq!(found.addresses(), ("", ""));
         assert_eq!(found.label("x"), None);
+    }
+
+    #[test]
+    fn limits_that_a_user_without_rights_can_not_set_are_none() {
+        let of = |version: &str| {
+            let text = format!(
+                r#"{{"MemoryLimit":true,"PidsLimit":true,"CpuCfsQuota":true,"Rootless":true,"CgroupVersion":"{version}"}}"#
+            );
+            serde_json::from_str::<Info>(&text).unwrap().truthful().missing_limits()
+        };
+        assert_eq!(of("1"), ["memory", "processes", "CPUs"]);
+        assert!(of("2").is_empty());
     }
 
     #[test]

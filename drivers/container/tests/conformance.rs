@@ -3,10 +3,10 @@
 
 mod common;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use async_trait::async_trait;
-use common::{Bench, Running, running};
+use common::{Bench, Running, running, with_criu};
 use torpor_driver_container::{ContainerDriver, Engine};
 use torpor_sandbox::{ComputeDriver, Run, SandboxId, SandboxSpec, conformance, conformance::Harness};
 
@@ -50,10 +50,33 @@ impl Harness for Containers {
 }
 
 async fn containers(engine: Engine) -> Option<Containers> {
-    let running = running("conformance", engine)?;
+    Some(on(running("conformance", engine)?).await)
+}
+
+async fn on(running: &'static Running) -> Containers {
     let (bench, driver) = Bench::new(running).await;
-    Some(Containers { bench, running, driver: Mutex::new(Some(driver)) })
+    Containers { bench, running, driver: Mutex::new(Some(driver)) }
 }
 
 conformance!(docker, containers(Engine::Docker));
 conformance!(podman, containers(Engine::Podman));
+
+/// The case about memory once more, on an engine that makes checkpoints; it ends with the program.
+async fn memory_is_kept(engine: Engine) {
+    static ALL: [OnceLock<Option<Running>>; 2] = [OnceLock::new(), OnceLock::new()];
+    let running =
+        ALL[usize::from(engine == Engine::Podman)].get_or_init(|| with_criu("memory_is_kept", engine));
+    if let Some(running) = running {
+        conformance::memory_is_kept_or_refused(&on(running).await).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn docker_with_criu_keeps_memory() {
+    memory_is_kept(Engine::Docker).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn podman_with_criu_keeps_memory() {
+    memory_is_kept(Engine::Podman).await;
+}

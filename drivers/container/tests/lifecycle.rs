@@ -118,6 +118,7 @@ on_both! {
     a_mount_that_is_gone_is_named_and_never_made_anew
     what_no_container_can_be_is_refused_by_its_field
     the_main_command_and_the_environment_are_those_of_the_spec
+    an_anonymous_volume_lives_and_goes_with_its_sandbox
     another_state_directory_sees_and_touches_nothing_of_ours
     many_sleep_and_wake_side_by_side
 }
@@ -309,6 +310,40 @@ async fn the_main_command_and_the_environment_are_those_of_the_spec(running: &Ru
     assert_eq!(case.sh("cat /tmp/said; echo $GREETING").await, "hello\n1000\nhello");
     case.stop().await;
     case.delete().await;
+}
+
+async fn an_anonymous_volume_lives_and_goes_with_its_sandbox(running: &Running) {
+    let case = Case::new(running).await;
+    // An image that wants a volume, made of the container: an import can't say so.
+    let change = "changes=VOLUME%20/data&repo=with-volume&tag=1";
+    // Podman's other way wants a body.
+    let commit = if running.engine == Engine::Podman { "/libpod/commit" } else { "/commit" };
+    let (status, made) = running.ask("POST", &format!("{commit}?container=torpor-{}&{change}", case.id));
+    assert!(status < 300, "{status} {made}");
+    let digest = format!("sha256:{}", made["Id"].as_str().unwrap().trim_start_matches("sha256:"));
+    let before = volume_names(running);
+    let with = Case::of(running, |spec| spec.image_digest = digest).await;
+    with.start(1).await;
+    with.sh("echo kept > /data/file").await;
+    let own: Vec<String> = volume_names(running).into_iter().filter(|name| !before.contains(name)).collect();
+    assert!(!own.is_empty());
+    with.stop().await;
+    with.start(2).await;
+    assert_eq!(with.sh("cat /data/file").await, "kept");
+    with.delete().await;
+    let left = volume_names(running);
+    assert!(own.iter().any(|name| !left.contains(name)), "{own:?} {left:?}");
+    case.delete().await;
+}
+
+fn volume_names(running: &Running) -> Vec<String> {
+    let (_, all) = running.ask("GET", "/volumes");
+    all["Volumes"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|one| Some(one["Name"].as_str()?.to_owned()))
+        .collect()
 }
 
 async fn another_state_directory_sees_and_touches_nothing_of_ours(running: &Running) {

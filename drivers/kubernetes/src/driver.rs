@@ -263,6 +263,7 @@ impl ComputeDriver for KubernetesDriver {
             name: "kubernetes".to_owned(),
             version,
             keeps_memory: false,
+            no_memory: None,
             updates: false,
             needs_loan: false,
             machine: format!("kubernetes ({of})"),

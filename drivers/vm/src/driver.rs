@@ -342,6 +342,7 @@ impl ComputeDriver for VmDriver {
             name: "vm".to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             keeps_memory: false,
+            no_memory: None,
             updates: true,
             needs_loan: true,
             machine: self.host.machines.default().label().to_owned(),

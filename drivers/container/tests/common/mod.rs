@@ -18,6 +18,8 @@ use torpor_sandbox::{ComputeDriver, ImageSource, Resources, RestartPolicy, Sandb
 pub struct Running {
     pub engine: Engine,
     host: torpor_tests::engine::Engine,
+    /// Where it has the program that makes checkpoints.
+    criu: Option<PathBuf>,
     /// The digest of "tiny", a root file system of busybox.
     image: OnceLock<String>,
 }
@@ -51,7 +53,22 @@ pub fn own(test: &str, engine: Engine) -> Option<Running> {
 }
 
 fn begin(engine: Engine) -> Running {
-    Running { engine, host: torpor_tests::engine::Engine::start(engine.name()), image: OnceLock::new() }
+    Running {
+        engine,
+        host: torpor_tests::engine::Engine::start(engine.name()),
+        criu: None,
+        image: OnceLock::new(),
+    }
+}
+
+/// One of the caller's alone that makes checkpoints.
+pub fn with_criu(test: &str, engine: Engine) -> Option<Running> {
+    if !can_run(test, engine) {
+        return None;
+    }
+    let criu = torpor_tests::engine::criu(test)?;
+    let host = torpor_tests::engine::Engine::start_with(engine.name(), Some(&criu));
+    Some(Running { engine, host, criu: Some(criu), image: OnceLock::new() })
 }
 
 impl std::ops::Deref for Running {
@@ -93,6 +110,17 @@ pub fn busybox_tree() -> tempfile::TempDir {
     tree
 }
 
+/// Waits until the driver has found out that it does.
+pub async fn keeps_memory(driver: &ContainerDriver) {
+    for _ in 0..200 {
+        if driver.capabilities().keeps_memory {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("{:?}", driver.capabilities().no_memory);
+}
+
 /// A state directory and a run directory of a gateway's own.
 pub struct Bench {
     pub engine: Engine,
@@ -107,7 +135,11 @@ impl Bench {
         let (state, run) = (folder.path().join("state"), folder.path().join("run"));
         let mut config = ContainerConfig::new(running.engine, state, run, agent().unwrap());
         config.socket = running.socket();
+        config.criu = running.criu.as_ref().map_or("no-criu-here".into(), |folder| folder.join("criu"));
         let driver = ContainerDriver::new(config.clone()).unwrap();
+        if running.criu.is_some() {
+            keeps_memory(driver.as_ref()).await;
+        }
         let image = running.image(driver.as_ref()).await;
         (Self { engine: running.engine, config, image, folder }, driver)
     }
