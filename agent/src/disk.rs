@@ -106,7 +106,10 @@ mod tests {
         if !made.is_ok_and(|status| status.success()) {
             let required = std::env::var("REQUIRE").unwrap_or_default();
             assert!(!required.split(',').any(|need| need == "tools"), "mke2fs is missing");
-            println!("SKIP the_superblock_of_mke2fs_is_understood: no mke2fs");
+            let _ = std::io::Write::write_fmt(
+                &mut std::io::stderr(),
+                format_args!("SKIP the_superblock_of_mke2fs_is_understood: no mke2fs\n"),
+            );
             return;
         }
         let mut superblock = [0; LOOKED_AT];

@@ -27,7 +27,18 @@ const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// Messages that wait for a command which doesn't read its input.
 const WAITING: usize = 4;
 
-type Inputs = mpsc::Sender<Result<ExecInput, Status>>;
+/// The way to the main command.
+#[derive(Clone)]
+struct Inputs {
+    /// In the order in which clients send them.
+    inputs: mpsc::Sender<Result<ExecInput, Status>>,
+    /// Signals and sizes, which don't wait until the command reads.
+    urgent: mpsc::Sender<ExecInput>,
+    /// A terminal has no end: its input can't be closed.
+    tty: bool,
+    /// A pipe that somebody has closed, or there is none.
+    closed: bool,
+}
 
 /// Input, output and end of the main command.
 pub struct MainLog {
@@ -114,9 +125,11 @@ pub fn start(agent: &Arc<Agent>, main: MainCommand) {
         ..ExecStart::default()
     };
     let (sink, mut output) = mpsc::channel(4);
-    let (input, inbound) = mpsc::channel(WAITING);
-    *agent.main.input() = Some(input);
-    tokio::spawn(exec::run(agent.clone(), start, Box::pin(ReceiverStream::new(inbound)), sink));
+    let (inputs, inbound) = mpsc::channel(WAITING);
+    let (urgent, urgents) = mpsc::channel(WAITING);
+    *agent.main.input() = Some(Inputs { inputs, urgent, tty: start.tty, closed: !start.stdin && !start.tty });
+    let inbound = exec::Inbound { inputs: Box::pin(ReceiverStream::new(inbound)), urgent: urgents };
+    tokio::spawn(exec::run(agent.clone(), start, inbound, sink));
     let agent = agent.clone();
     tokio::spawn(async move {
         while let Some(Ok(ExecOutput { kind })) = output.recv().await {
@@ -140,28 +153,47 @@ pub fn start(agent: &Arc<Agent>, main: MainCommand) {
 /// Hands one connection's input to the main command, until either ends. Several may do so at once.
 ///
 /// # Errors
-/// There is no main command, or it has ended.
+/// There is no main command, or it has ended (`FAILED_PRECONDITION`); its input was closed (`ABORTED`).
 pub async fn feed(agent: &Agent, mut inbound: Streaming<ExecInput>) -> Result<(), Status> {
-    let input = agent.main.input().clone();
-    let input = input.ok_or_else(|| Status::failed_precondition("there is no main command that runs"))?;
+    let inputs = agent.main.input().clone();
+    let Inputs { inputs, urgent, .. } =
+        inputs.ok_or_else(|| Status::failed_precondition("there is no main command that runs"))?;
     loop {
         let message = tokio::select! {
             message = inbound.message() => message?,
-            () = input.closed() => return Ok(()),
+            () = inputs.closed() => return Ok(()),
         };
-        match message {
+        let Some(ExecInput { kind: Some(kind) }) = message else { return Ok(()) };
+        match &kind {
             // The command has begun already.
-            Some(ExecInput { kind: Some(exec_input::Kind::Start(_)) }) => {
+            exec_input::Kind::Start(_) => {
                 return Err(Status::invalid_argument("the main command can't be started by its input"));
             }
-            Some(message) => {
-                if input.send(Ok(message)).await.is_err() {
-                    return Ok(());
-                }
+            exec_input::Kind::Signal(_) | exec_input::Kind::Resize(_) => {
+                // So many at once that some are lost say nothing new.
+                let _ = urgent.try_send(ExecInput { kind: Some(kind) });
+                continue;
             }
-            None => return Ok(()),
+            exec_input::Kind::Stdin(_) | exec_input::Kind::StdinClose(_) => {}
+        }
+        if !may_write(agent, &kind) {
+            return Err(Status::aborted("the input of the main command was closed"));
+        }
+        if inputs.send(Ok(ExecInput { kind: Some(kind) })).await.is_err() {
+            return Ok(());
         }
     }
+}
+
+/// Whether the input is open; a pipe that is closed now is closed for all.
+fn may_write(agent: &Agent, kind: &exec_input::Kind) -> bool {
+    let mut inputs = agent.main.input();
+    let Some(inputs) = inputs.as_mut() else { return true };
+    let open = !inputs.closed;
+    if matches!(kind, exec_input::Kind::StdinClose(_)) && !inputs.tty {
+        inputs.closed = true;
+    }
+    open
 }
 
 /// Sends what there is and then what comes, until the reader leaves.

@@ -117,7 +117,7 @@ impl agent_server::Agent for Service {
         };
         let (sink, output) = mpsc::channel(WAITING);
         // On its own: the command outlives the connection.
-        tokio::spawn(exec::run(agent, start, Box::pin(inbound), sink));
+        tokio::spawn(exec::run(agent, start, exec::Inbound::of(inbound), sink));
         Ok(Response::new(ReceiverStream::new(output)))
     }
 

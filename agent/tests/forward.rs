@@ -112,7 +112,10 @@ async fn a_port_where_nothing_listens_is_told_and_one_of_ipv6_is_found() {
     let mut wrong = Forward::start(&mut client, 1).await;
     assert!(matches!(wrong.next().await, Some(Kind::Error(_))));
     if TcpListener::bind("[::1]:0").await.is_err() {
-        println!("SKIP a_port_where_nothing_listens_is_told_and_one_of_ipv6_is_found: no ipv6");
+        let _ = std::io::Write::write_fmt(
+            &mut std::io::stderr(),
+            format_args!("SKIP a_port_where_nothing_listens_is_told_and_one_of_ipv6_is_found: no ipv6\n"),
+        );
         return;
     }
     let (listener, port) = listen("::1").await;

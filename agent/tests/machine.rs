@@ -53,7 +53,10 @@ fn parts(test: &str) -> Option<(PathBuf, PathBuf)> {
             !required.split(',').any(|need| need == "emu"),
             "{test} needs TORPOR_TEST_AGENT and TORPOR_TEST_KERNEL_PACKAGE"
         );
-        println!("SKIP {test}: TORPOR_TEST_AGENT and TORPOR_TEST_KERNEL_PACKAGE are not set");
+        let _ = std::io::Write::write_fmt(
+            &mut std::io::stderr(),
+            format_args!("SKIP {test}: TORPOR_TEST_AGENT and TORPOR_TEST_KERNEL_PACKAGE are not set\n"),
+        );
     }
     parts
 }

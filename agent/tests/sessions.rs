@@ -133,6 +133,37 @@ async fn the_input_of_a_main_command_stays_open_until_somebody_closes_it() {
 }
 
 #[tokio::test]
+async fn signals_pass_by_input_that_a_main_command_does_not_read() {
+    use exec_input::Kind;
+    let agent = Agent::start().await;
+    let mut client = agent.dial().await;
+    let main = main_command("trap 'echo caught; exit 9' USR1; while :; do sleep 0.1; done");
+    let main = main.map(|main| MainCommand { stdin: true, ..main });
+    configure(&mut client, 1, main).await.unwrap();
+    let mut other = client.clone();
+    let stuck =
+        tokio::spawn(async move { say(&mut other, vec![Kind::Stdin(vec![b'x'; 100_000].into()); 64]).await });
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert!(!stuck.is_finished(), "a pipe holds less");
+    say(&mut client, vec![Kind::Signal(10)]).await.unwrap();
+    assert_eq!(main_until_exit(&mut client).await, ("caught\n".into(), String::new(), 9));
+    timeout(LIMIT, stuck).await.unwrap().unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn who_writes_to_an_input_that_was_closed_is_told() {
+    use exec_input::Kind;
+    let agent = Agent::start().await;
+    let mut client = agent.dial().await;
+    let main =
+        main_command("cat >/dev/null; exec sleep 4242").map(|main| MainCommand { stdin: true, ..main });
+    configure(&mut client, 1, main).await.unwrap();
+    say(&mut client, vec![Kind::StdinClose(StdinClose {})]).await.unwrap();
+    let late = say(&mut client, vec![Kind::Stdin("late\n".into())]).await.unwrap_err();
+    assert_eq!(late.code(), Code::Aborted, "{late}");
+}
+
+#[tokio::test]
 async fn a_main_command_with_a_terminal_is_told_its_size_and_its_keys() {
     use exec_input::Kind;
     let agent = Agent::start().await;

@@ -4,6 +4,8 @@
 //! either write what has happened (compare-and-swap) or do one verb. A verb that is no longer wanted, since the user
 //! has turned round, is dropped; the next turn sees what is there. Hints and committed changes only say "look".
 
+mod news;
+
 use std::{
     collections::{HashMap, HashSet},
     panic::AssertUnwindSafe,
@@ -24,6 +26,7 @@ use torpor_sandbox::{
     Step, failpoint::hit, lifecycle::step, words::said_within,
 };
 
+use self::news::{Done, News, log_change};
 use crate::{
     drivers::Drivers,
     error::with_causes,
@@ -89,26 +92,6 @@ enum Turn {
     Again,
     Rest,
     Later(Duration),
-}
-
-/// A verb's answer, as far as the table cares.
-enum Done {
-    News(News),
-    Look,
-}
-
-/// What has happened, and what is written of it.
-struct News {
-    event: Event,
-    /// The loan goes back with it.
-    release: bool,
-    why: String,
-}
-
-impl News {
-    fn of(event: Event, release: bool) -> Self {
-        Self { why: why(&event), event, release }
-    }
 }
 
 /// Backoff of one worker.
@@ -754,40 +737,6 @@ fn step_name(step: &Step) -> &'static str {
         Step::Stop(_) => "stop",
         Step::Delete => "delete",
         Step::Rest | Step::Wait | Step::Happened(_) => "look",
-    }
-}
-
-/// The reason of a change that nobody asked for, for the history.
-fn why(event: &Event) -> String {
-    match event {
-        Event::Request(request) => format!("{}, asked for meanwhile", request.verb()),
-        Event::Created => "disk made".to_owned(),
-        Event::Started(_) => "agent connected".to_owned(),
-        Event::Stopped { flushed: Some(true), .. } => "stopped, disk flushed by the guest".to_owned(),
-        Event::Stopped { flushed: Some(false), .. } => "stopped, not flushed by the guest".to_owned(),
-        Event::Stopped { flushed: None, .. } => "seen to be stopped".to_owned(),
-        Event::Deleted => "nothing is left".to_owned(),
-        Event::Ended(ended) => match &ended.exit {
-            torpor_sandbox::Exit::Code(code) => format!("main command ended with code {code}"),
-            torpor_sandbox::Exit::PowerOff => "guest switched itself off".to_owned(),
-            torpor_sandbox::Exit::Panic(text) => format!("guest kernel panic: {text}"),
-            torpor_sandbox::Exit::Lost(text) => format!("compute lost: {text}"),
-            torpor_sandbox::Exit::Interrupted(text) => format!("compute interrupted: {text}"),
-        },
-        Event::Failed(failure) => format!("{} failed: {}: {}", failure.step, failure.reason, failure.message),
-        Event::HostRestarted => "host was restarted".to_owned(),
-    }
-}
-
-fn log_change(before: &Record, after: &Record, event: &Event) {
-    if before.state.phase == after.state.phase {
-        return;
-    }
-    let (id, name, from, to) = (&after.id, &after.name, before.state.phase, after.state.phase);
-    if to == Phase::Error {
-        tracing::error!(%id, name, %from, %to, why = why(event));
-    } else {
-        tracing::info!(%id, name, %from, %to, why = why(event));
     }
 }
 

@@ -16,6 +16,7 @@ use tonic::{
     transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity},
 };
 use torpor_gateway::config::{Anonymous, OidcConfig, TcpConfig};
+use torpor_proto::openshell::{datamodel::v1::ObjectMeta, v1 as os};
 use torpor_proto::v1::{
     self, access_client::AccessClient, gateway_client::GatewayClient, sandboxes_client::SandboxesClient,
     templates_client::TemplatesClient, workspaces_client::WorkspacesClient,
@@ -78,6 +79,16 @@ async fn outcome(channel: &Channel, token: Option<&str>, path: &str, message: &[
         Ok(answer) => answer.map(drop),
         Err(_) => Ok(()),
     }
+}
+
+/// The answer to one call in workspace "team", as it is on the wire.
+async fn answer(channel: &Channel, token: &str, path: &str, message: &impl Message) -> Vec<u8> {
+    let mut client = tonic::client::Grpc::new(channel.clone());
+    client.ready().await.unwrap();
+    let mut request = Request::new(message.encode_to_vec());
+    request.metadata_mut().insert("x-torpor-workspace", "team".parse().unwrap());
+    request.metadata_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+    client.unary(request, format!("/{path}").parse().unwrap(), Raw).await.unwrap().into_inner()
 }
 
 fn letter(outcome: &Result<(), Status>) -> char {
@@ -303,11 +314,25 @@ async fn viewers_see_the_names_of_variables_and_only_editors_their_values() {
         v1::CreateSandboxRequest { name: "team/box".into(), spec: Some(spec), ..Default::default() };
     SandboxesClient::new(admin.clone()).create(request).await.unwrap();
     let within = v1::CreateTokenRequest { sandbox: "team/box".into(), ..Default::default() };
-    for (secret, seen) in [
-        (role(&admin, "team", v1::Role::Viewer).await, "REDACTED"),
-        (role(&admin, "team", v1::Role::Editor).await, "s3cret-value"),
-        (token(&admin, within).await.secret, "s3cret-value"),
-    ] {
+    let [viewer, editor] =
+        [role(&admin, "team", v1::Role::Viewer).await, role(&admin, "team", v1::Role::Editor).await];
+    // In the words of another interface too, which keeps what it was sent.
+    let workload = os::SandboxWorkloadConfig { environment: environment.into(), ..Default::default() };
+    let template = os::SandboxWorkloadTemplate {
+        metadata: Some(ObjectMeta { name: "theirs".into(), ..Default::default() }),
+        spec: Some(os::SandboxWorkloadTemplateSpec { workload: Some(workload), ..Default::default() }),
+    };
+    let create = os::CreateSandboxTemplateRequest { template: Some(template), ..Default::default() };
+    answer(&admin, &editor, "openshell.v1.OpenShell/CreateSandboxTemplate", &create).await;
+    let get = os::GetSandboxTemplateRequest { name: "theirs".into(), ..Default::default() };
+    for (secret, seen) in [(&viewer, false), (&editor, true)] {
+        let shown = answer(&admin, secret, "openshell.v1.OpenShell/GetSandboxTemplate", &get).await;
+        let text = String::from_utf8_lossy(&shown).into_owned();
+        assert!(text.contains("API_KEY") && text.contains("s3cret-value") == seen, "{text}");
+    }
+    for (secret, seen) in
+        [(viewer, "REDACTED"), (editor, "s3cret-value"), (token(&admin, within).await.secret, "s3cret-value")]
+    {
         let as_them = |mut request: Request<()>| {
             request.metadata_mut().insert("authorization", format!("Bearer {secret}").parse().unwrap());
             Ok(request)

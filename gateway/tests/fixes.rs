@@ -25,7 +25,8 @@ fn may(test: &str) -> bool {
     for (word, met) in [("root", root), ("tools", tools)] {
         if !met {
             assert!(!required.split(',').any(|need| need == word), "{test} needs {word}");
-            println!("SKIP {test}: no {word}");
+            let _ =
+                std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: no {word}\n"));
             return false;
         }
     }

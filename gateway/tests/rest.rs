@@ -18,7 +18,10 @@ async fn have_curl(test: &str) -> bool {
     if !found {
         let required = std::env::var("REQUIRE").unwrap_or_default();
         assert!(!required.split(',').any(|word| word == "tools"), "{test}: there is no curl");
-        println!("SKIP {test}: there is no curl");
+        let _ = std::io::Write::write_fmt(
+            &mut std::io::stderr(),
+            format_args!("SKIP {test}: there is no curl\n"),
+        );
     }
     found
 }

@@ -200,7 +200,7 @@ async fn restarts_by_policy_come_slower_and_slower_until_a_run_lasts() {
     ready(&world, 4).await;
     let after = &all(&world).await[0];
     assert_eq!(after.status.as_ref().unwrap().restart_count, 3, "all are counted");
-    assert!(pause(&world, 4) < 1900, "{}", pause(&world, 4));
+    assert!(pause(&world, 4) < 3900, "{}", pause(&world, 4));
 }
 
 #[tokio::test(flavor = "multi_thread")]

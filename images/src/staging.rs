@@ -173,7 +173,10 @@ mod tests {
         if mount(Some("none"), &left.join("tree"), Some("tmpfs"), flags, None::<&str>).is_err() {
             let required = std::env::var("REQUIRE").unwrap_or_default();
             assert!(!required.split(',').any(|need| need == "root"), "mounting needs root");
-            println!("SKIP a_directory_with_a_mount_in_it_is_left_alone: can't mount");
+            let _ = std::io::Write::write_fmt(
+                &mut std::io::stderr(),
+                format_args!("SKIP a_directory_with_a_mount_in_it_is_left_alone: can't mount\n"),
+            );
             return;
         }
         let file = left.join("tree/file");

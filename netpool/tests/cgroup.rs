@@ -23,7 +23,7 @@ fn mount(test: &str) -> Option<PathBuf> {
     };
     let required = std::env::var("REQUIRE").unwrap_or_default();
     assert!(!required.split(',').any(|need| need == "root"), "{test}: {reason}");
-    println!("SKIP {test}: {reason}");
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: {reason}\n"));
     None
 }
 
@@ -36,7 +36,7 @@ fn has_all(parent: &CgroupParent, test: &str) -> bool {
     let reason = format!("needs the controllers {all:?}, found {:?}", parent.controllers());
     let required = std::env::var("REQUIRE").unwrap_or_default();
     assert!(!required.split(',').any(|need| need == "box"), "{test}: {reason}");
-    println!("SKIP {test}: {reason}");
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: {reason}\n"));
     false
 }
 
@@ -150,7 +150,10 @@ fn version_1(test: &str) -> Vec<(Controller, PathBuf)> {
     let is_v1 = |path: &Path| statfs(path).is_ok_and(|found| found.filesystem_type() == CGROUP_SUPER_MAGIC);
     let found: Vec<_> = mounts.into_iter().filter(|(_, path)| is_v1(path)).collect();
     if found.is_empty() || !nix::unistd::geteuid().is_root() {
-        println!("SKIP {test}: needs root and cgroups of version 1");
+        let _ = std::io::Write::write_fmt(
+            &mut std::io::stderr(),
+            format_args!("SKIP {test}: needs root and cgroups of version 1\n"),
+        );
         return Vec::new();
     }
     found

@@ -265,7 +265,10 @@ fn release_forgets_the_connections_and_neighbours_of_the_address() {
         Forgotten::Unsupported => {
             let required = std::env::var("REQUIRE").unwrap_or_default();
             assert!(!required.split(',').any(|need| need == "box"), "{NAME}: needs ctnetlink");
-            println!("SKIP {NAME}: this kernel can't delete connections");
+            let _ = std::io::Write::write_fmt(
+                &mut std::io::stderr(),
+                format_args!("SKIP {NAME}: this kernel can't delete connections\n"),
+            );
         }
     }
     assert_eq!(world.host.run(neighbours), 1);

@@ -125,7 +125,10 @@ fn qemu_takes_the_tap_and_ends_it_when_it_is_killed() {
     if Command::new("qemu-system-x86_64").arg("--version").output().is_err() {
         let required = std::env::var("REQUIRE").unwrap_or_default();
         assert!(!required.split(',').any(|need| need == "emu"), "{NAME}: needs qemu-system-x86_64");
-        println!("SKIP {NAME}: needs qemu-system-x86_64");
+        let _ = std::io::Write::write_fmt(
+            &mut std::io::stderr(),
+            format_args!("SKIP {NAME}: needs qemu-system-x86_64\n"),
+        );
         return;
     }
     isolated(NAME, || {

@@ -499,7 +499,7 @@ fn on_fact(state: &State, fact: &Event, policy: RestartPolicy) -> Next {
         Event::Ended(ended) => on_ended(state, ended, policy),
         Event::Failed(failure) => on_failed(state, failure),
         Event::HostRestarted if state.phase == Phase::Ready => {
-            Next::To(state.boot(Phase::Starting, Keep::Disk))
+            Next::To(State { streak: 0, ..state.boot(Phase::Starting, Keep::Disk) })
         }
         Event::HostRestarted => Next::Same,
     }
@@ -526,7 +526,8 @@ fn on_ended(state: &State, ended: &Ended, policy: RestartPolicy) -> Next {
     if matches!(ended.exit, Exit::Interrupted(_)) {
         // What was wanted still is. While it was on its way up, that goes on as it is.
         let up = state.phase == Phase::Ready;
-        return if up { Next::To(state.boot(Phase::Starting, Keep::Disk)) } else { Next::Same };
+        let again = || State { streak: 0, ..state.boot(Phase::Starting, Keep::Disk) };
+        return if up { Next::To(again()) } else { Next::Same };
     }
     let by_itself = matches!(ended.exit, Exit::Code(_) | Exit::PowerOff);
     let restart = match policy {

@@ -33,7 +33,7 @@ pub fn need(test: &str, word: &str, met: bool, reason: &str) -> bool {
     if !met {
         let required = std::env::var("REQUIRE").unwrap_or_default();
         assert!(!required.split(',').any(|need| need == word), "{test} needs {word}: {reason}");
-        println!("SKIP {test}: {reason}");
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: {reason}\n"));
     }
     met
 }

@@ -77,6 +77,12 @@ fn spawn(host: &Host, arguments: &[&str]) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
+/// What a program came to that must end by itself.
+fn finished(mut child: Child) -> std::process::Output {
+    assert!(wait_at_most(&mut child, LIMIT).is_some(), "it hangs");
+    child.wait_with_output().unwrap()
+}
+
 fn report(text: &str) -> Value {
     serde_json::from_str(text).unwrap()
 }
@@ -189,7 +195,7 @@ fn talked_to(host: &Host) {
     assert_eq!(wait_at_most(&mut first, LIMIT).unwrap().code(), Some(130));
     let mut second = attach(&["--close-stdin", "-n", "1"]);
     second.stdin.take().unwrap().write_all(b"two\n").unwrap();
-    let output = second.wait_with_output().unwrap();
+    let output = finished(second);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!((output.status.code(), text.as_str()), (Some(4), "got one\ngot two\nover\n"), "{output:?}");
     host.ok(&["delete", "talk"]);
@@ -204,7 +210,7 @@ fn talked_to(host: &Host) {
     lines.sort();
     assert_eq!(lines, ["24 80", "echoed"]);
     host.ok(&["suspend", "term"]);
-    let ended = term.wait_with_output().unwrap();
+    let ended = finished(term);
     let errors = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert!(ended.status.code() == Some(255) && errors.contains("torpor resume term"), "{ended:?}");
     host.ok(&["delete", "term"]);

@@ -128,7 +128,12 @@ fn an_egress_policy_holds_from_the_first_packet_changes_at_once_and_lasts() {
         host.kill_gateway();
         host.start_gateway_with(&format!("{failpoint}=abort"));
         if !host.gateway_log().contains("built with failpoints") {
-            println!("SKIP the kills of {test}: torpor was built without --features torpor-cli/failpoints");
+            let _ = std::io::Write::write_fmt(
+                &mut std::io::stderr(),
+                format_args!(
+                    "SKIP the kills of {test}: torpor was built without --features torpor-cli/failpoints\n"
+                ),
+            );
             break;
         }
         let _ = host.run(&["sandbox", "network", "web", "--egress", policy]);

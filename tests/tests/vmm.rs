@@ -38,7 +38,10 @@ fn bench(test: &str) -> Option<Bench> {
         !required.split(',').any(|word| word == "box"),
         "{test} is required, but its programs are not there"
     );
-    println!("SKIP {test}: runs in tests/box/ring");
+    let _ = std::io::Write::write_fmt(
+        &mut std::io::stderr(),
+        format_args!("SKIP {test}: runs in tests/box/ring\n"),
+    );
     None
 }
 

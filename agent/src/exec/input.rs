@@ -25,7 +25,19 @@ const END_OF_INPUT: &[u8] = &[4];
 const WAITING: usize = 8;
 
 /// What a command is told.
-pub type Inbound = Pin<Box<dyn Stream<Item = Result<ExecInput, Status>> + Send>>;
+pub struct Inbound {
+    /// In its order; its end is the end of the input.
+    pub inputs: Pin<Box<dyn Stream<Item = Result<ExecInput, Status>> + Send>>,
+    /// Signals and sizes that wait for nothing.
+    pub urgent: mpsc::Receiver<ExecInput>,
+}
+
+impl Inbound {
+    /// All in one order.
+    pub fn of(inputs: impl Stream<Item = Result<ExecInput, Status>> + Send + 'static) -> Self {
+        Self { inputs: Box::pin(inputs), urgent: mpsc::channel(1).1 }
+    }
+}
 
 /// The writing end of a command's input.
 pub enum Stdin {
@@ -43,30 +55,39 @@ pub async fn feed(mut inbound: Inbound, stdin: Stdin, pid: Pid, reaper: Reaper) 
     let (chunks, waiting) = mpsc::channel(WAITING);
     // Dropped together with this future: no task is left behind when the command ends.
     let writing = write(stdin, waiting);
+    let act = move |kind| match kind {
+        Kind::Resize(size) => {
+            if let Some(terminal) = &terminal {
+                // A terminal that is gone has no size.
+                let _ = spawn::resize(terminal.as_raw_fd(), &size);
+            }
+        }
+        // An unknown number changes nothing; the stream has no place for an answer.
+        Kind::Signal(number) => drop(reaper.signal_group(pid, number)),
+        _ => {}
+    };
     let reading = async move {
-        let mut chunks = Some(chunks);
-        while let Some(Ok(ExecInput { kind })) = inbound.next().await {
-            match kind {
-                Some(Kind::Stdin(data)) => {
-                    if let Some(chunks) = &chunks {
-                        // Nobody reads it any more: thrown away.
-                        let _ = chunks.send(Input::Data(data)).await;
+        let mut held = None;
+        let mut urgent = true;
+        loop {
+            tokio::select! {
+                biased;
+                message = inbound.urgent.recv(), if urgent => match message {
+                    Some(ExecInput { kind }) => kind.into_iter().for_each(&act),
+                    None => urgent = false,
+                },
+                room = chunks.reserve(), if held.is_some() => {
+                    // Without room: nobody reads it any more, and it is thrown away.
+                    if let (Ok(room), Some(input)) = (room, held.take()) {
+                        room.send(input);
                     }
                 }
-                Some(Kind::StdinClose(_)) => {
-                    if let Some(chunks) = chunks.take() {
-                        let _ = chunks.send(Input::End).await;
-                    }
-                }
-                Some(Kind::Resize(size)) => {
-                    if let Some(terminal) = &terminal {
-                        // A terminal that is gone has no size.
-                        let _ = spawn::resize(terminal.as_raw_fd(), &size);
-                    }
-                }
-                // An unknown number changes nothing; the stream has no place for an answer.
-                Some(Kind::Signal(number)) => drop(reaper.signal_group(pid, number)),
-                Some(Kind::Start(_)) | None => {}
+                message = inbound.inputs.next(), if held.is_none() => match message {
+                    Some(Ok(ExecInput { kind: Some(Kind::Stdin(data)) })) => held = Some(Input::Data(data)),
+                    Some(Ok(ExecInput { kind: Some(Kind::StdinClose(_)) })) => held = Some(Input::End),
+                    Some(Ok(ExecInput { kind })) => kind.into_iter().for_each(&act),
+                    Some(Err(_)) | None => return,
+                },
             }
         }
     };
@@ -92,7 +113,8 @@ async fn write_all(mut stdin: impl AsyncWrite + Unpin, mut waiting: mpsc::Receiv
             Input::Data(data) => stdin.write_all(data).await,
             Input::End => stdin.write_all(end).await,
         };
-        if written.is_err() || matches!(input, Input::End) {
+        // A terminal goes on after the character for an end.
+        if written.is_err() || (matches!(input, Input::End) && end.is_empty()) {
             return;
         }
     }

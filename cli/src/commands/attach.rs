@@ -55,7 +55,7 @@ pub async fn run(session: &Session, args: AttachArgs) -> Outcome {
     let stdin = spec.stdin && !args.no_stdin;
     let raw = spec.tty && stdin && terminal::has_input();
     // Before the terminal is raw: an interrupt must not leave it so.
-    let mut signals = Signals::new(spec.tty, true)?;
+    let mut signals = Signals::new(spec.tty && stdin, true)?;
     let start = v1::AttachStart {
         sandbox: sandbox.id.clone(),
         tail_lines: args.tail.unwrap_or(if stdin { CONTEXT } else { 0 }),

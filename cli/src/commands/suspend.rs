@@ -27,7 +27,7 @@ pub async fn run(session: &Session, args: SuspendArgs) -> Outcome {
     let goal = Goal::Phase(v1::Phase::Suspended);
     let ask = async |client: &Client, name: &str| client.suspend(name, keep).await;
     let outcome = change_each(session, &args.names, goal, &args.patience, ask).await?;
-    if args.memory && outcome == 0 {
+    if args.memory && outcome == 0 && !session.quiet {
         tell_of_lost_memory(session, &args.names).await;
     }
     Ok(outcome)

@@ -95,7 +95,7 @@ fn has_qemu_img(test: &str) -> bool {
     let required = std::env::var("REQUIRE").unwrap_or_default();
     assert!(found || !required.split(',').any(|need| need == "tools"), "{test} needs qemu-img");
     if !found {
-        println!("SKIP {test}: no qemu-img");
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: no qemu-img\n"));
     }
     found
 }

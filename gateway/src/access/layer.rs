@@ -105,6 +105,8 @@ impl Access {
     }
 }
 
+const RIGHTS_ENDED: &str = "the rights that this call was let in with have ended";
+
 /// The status that an answer begins with; one that comes later is not known here.
 fn outcome(response: &Response<Body>) -> String {
     match response.headers().get("grpc-status").map(|status| status.to_str().unwrap_or("?")) {
@@ -153,6 +155,36 @@ async fn rights_end(shrank: CancellationToken, expires: Option<SystemTime>) {
     }
 }
 
+/// A question that breaks off when its caller's rights end, whether or not the caller takes the answer.
+struct Heard {
+    inner: Body,
+    ended: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl http_body::Body for Heard {
+    type Data = bytes::Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<bytes::Bytes>, Status>>> {
+        if self.ended.as_mut().poll(context).is_ready() {
+            self.ended = Box::pin(std::future::ready(()));
+            return Poll::Ready(Some(Err(Status::unauthenticated(RIGHTS_ENDED))));
+        }
+        Pin::new(&mut self.inner).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        self.inner.size_hint()
+    }
+}
+
 impl http_body::Body for Bounded {
     type Data = bytes::Bytes;
     type Error = Status;
@@ -169,8 +201,7 @@ impl http_body::Body for Bounded {
             Some(Poll::Ready(())) => {
                 self.ended = None;
                 self.inner = Body::empty();
-                let message = "the rights that this call was let in with have ended";
-                let error = ApiError::new(Code::Unauthenticated, "RIGHTS_ENDED", message);
+                let error = ApiError::new(Code::Unauthenticated, "RIGHTS_ENDED", RIGHTS_ENDED);
                 let head = to_status(error).into_http::<Body>();
                 Poll::Ready(Some(Ok(Frame::trailers(head.headers().clone()))))
             }
@@ -217,7 +248,9 @@ where
                 }
             };
             parts.extensions.insert(caller.clone());
-            let ended = rights_end(access.joined(&caller.identity.subject), caller.identity.expires);
+            let rights = || rights_end(access.joined(&caller.identity.subject), caller.identity.expires);
+            let (ended, unheard) = (rights(), rights());
+            let body = Body::new(Heard { inner: body, ended: Box::pin(unheard) });
             let mut noted = Noted { access, caller, from, begun: Instant::now(), outcome: None };
             let response = inner.call(Request::from_parts(parts, body)).await?;
             noted.outcome = Some(outcome(&response));

@@ -1,6 +1,6 @@
 //! Attach: the main command's input by the agent, its output by the log that the gateway keeps.
 
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 
 use futures::StreamExt as _;
 use tokio::sync::mpsc;
@@ -24,9 +24,8 @@ use crate::{
     store::{Record, StoreError},
 };
 
-/// Between the command's end and the word of it in the sandbox's phase.
-const NOTICED: Duration = Duration::from_secs(10);
-const LOOK: Duration = Duration::from_millis(50);
+/// Between two looks for the word of a command's end in the sandbox's phase.
+const LOOK: Duration = Duration::from_millis(100);
 /// For the last output, when the sandbox leaves Ready.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
@@ -44,16 +43,29 @@ pub async fn attach(service: Shared, caller: &Caller, mut input: impl Inputs) ->
     let started = v1::ExecStarted { pid: 0, run: record.state.run.0 };
     let _ = out.send(Ok(output(exec_output::Kind::Started(started)))).await;
     tokio::spawn(async move {
-        // The end of the output ends the input; the end of the input leaves the output.
-        let feeding = tokio::spawn(feed(channel, start.size, input, session.clone()));
+        let feeding = async {
+            let fed = if start.stdin {
+                feed(channel, start.size, input, &session).await
+            } else {
+                // A client that only watches has nothing to say.
+                while let Some(Ok(_)) = input.next().await {}
+                Ok(())
+            };
+            match fed {
+                // The end of the input leaves the output.
+                Ok(()) => std::future::pending().await,
+                Err(status) => exec::agent_failed(&record, &status),
+            }
+        };
         let last = tokio::select! {
             last = follow(&service, &record, &start, &session, &out) => Some(last),
+            status = feeding => Some(Err(status)),
             () = service.end.cancelled() => Some(Err(StoreError::Closed.into())),
             () = out.closed() => None,
         };
-        feeding.abort();
         if let Some(last) = last {
-            let _ = out.send(last).await;
+            // The client may not read.
+            let _ = tokio::time::timeout(LAST_OUTPUT, out.send(last)).await;
         }
     });
     Ok(Box::pin(ReceiverStream::new(outputs)))
@@ -81,13 +93,14 @@ fn output(kind: exec_output::Kind) -> v1::ExecOutput {
     v1::ExecOutput { kind: Some(kind) }
 }
 
-/// Hands over input, sizes and signals until the client or the command ends, or the session does.
+/// Hands over input, sizes and signals until the client or the command ends, or the session does. An error where a client
+/// would go on typing to nobody.
 async fn feed(
     channel: Channel,
     size: Option<v1::WindowSize>,
     input: impl Inputs,
-    session: CancellationToken,
-) {
+    session: &CancellationToken,
+) -> Result<(), Status> {
     let (to_agent, inputs) = mpsc::channel(exec::BUFFER);
     if let Some(v1::WindowSize { cols, rows }) = size {
         let resize = agent::exec_input::Kind::Resize(agent::WindowSize { cols, rows });
@@ -97,14 +110,17 @@ async fn feed(
     let mut client = agent::agent_client::AgentClient::new(channel);
     let passing = async move { exec::pass_input(input, &to_agent).await };
     let attached = async move {
-        if let Err(status) = client.attach(ReceiverStream::new(inputs)).await {
-            // The output goes on: a command that has just ended takes no input.
-            tracing::debug!(%status, "the main command takes no input");
+        match client.attach(ReceiverStream::new(inputs)).await {
+            // The output tells the end of a command that takes no input any more.
+            Err(status) if status.code() != tonic::Code::FailedPrecondition => Err(status),
+            _ => Ok(()),
         }
     };
+    let (passing, attached) = (pin!(passing), pin!(attached));
     tokio::select! {
-        _ = async { tokio::join!(passing, attached) } => {}
-        () = session.cancelled() => {}
+        ended = attached => ended,
+        ended = async { passing.await; std::future::pending().await } => ended,
+        () = session.cancelled() => Ok(()),
     }
 }
 
@@ -133,39 +149,41 @@ async fn follow(
         tokio::time::sleep(LAST_OUTPUT).await;
     };
     // Takes the sending end along, so that the passing ends too.
-    let reading = async move {
-        tokio::select! {
-            () = logs::main_output(service, record, &request, since, &chunks) => {}
-            () = over => {}
-        }
-    };
-    tokio::join!(reading, passing);
+    let reading = async move { logs::main_output(service, record, &request, since, &chunks).await };
+    tokio::select! {
+        _ = async { tokio::join!(reading, passing) } => {}
+        () = over => {}
+    }
     ended(service, record).await
 }
 
 /// The command's exit when the sandbox was completed by it, else where the sandbox went.
 async fn ended(service: &Shared, record: &Record) -> Result<v1::ExecOutput, Status> {
-    let again = async {
-        loop {
-            match service.store.get(record.id.as_str()).await {
-                Ok(latest) if latest.state.phase == Phase::Ready && latest.state.run == record.state.run => {
-                    tokio::time::sleep(LOOK).await;
-                }
-                other => return other,
-            }
-        }
+    let (name, run) = (&record.name, record.state.run);
+    let aborted = |reason, text: String, next: &str| {
+        to_status(ApiError::new(Code::Aborted, reason, text).with("next", format!("torpor {next} {name}")))
     };
-    let latest = match tokio::time::timeout(NOTICED, again).await {
-        Ok(latest) => latest.map_err(ApiError::from).map_err(to_status)?,
-        Err(_) => {
-            let text = format!("the output of sandbox '{}' ended, and the sandbox goes on", record.name);
-            let next = format!("torpor logs {}", record.name);
-            return Err(to_status(ApiError::new(Code::Aborted, "OUTPUT_ENDED", text).with("next", next)));
+    let news = service.main_logs.of(&record.id).news();
+    let latest = loop {
+        let latest =
+            service.store.get(record.id.as_str()).await.map_err(ApiError::from).map_err(to_status)?;
+        if latest.state.phase != Phase::Ready || latest.state.run != run {
+            break latest;
         }
+        if !news.borrow().ended(run) {
+            let text = format!("the output of sandbox '{name}' ended, and the sandbox goes on");
+            return Err(aborted("OUTPUT_ENDED", text, "logs"));
+        }
+        // The guest puts itself down, which takes as long as its disk does.
+        tokio::time::sleep(LOOK).await;
     };
     match (latest.state.phase, convert::exit_code(&latest.state)) {
         (Phase::Completed, Some(code)) => {
             Ok(output(exec_output::Kind::Exit(v1::ExecExit { code, ..v1::ExecExit::default() })))
+        }
+        (Phase::Ready, _) => {
+            let text = format!("sandbox '{name}' was started again meanwhile");
+            Err(aborted("RESTARTED", text, "attach"))
         }
         _ => Err(to_status(ApiError::not_ready(&latest))),
     }

@@ -156,8 +156,11 @@ pub(super) async fn main_output(
     if let Some(since) = since {
         pieces.retain(|piece| piece.time >= since);
     }
-    let whole: Vec<u8> = pieces.iter().flat_map(|piece| piece.data.iter().copied()).collect();
-    let pieces = without(pieces, last_lines(&whole, request.tail_lines));
+    let skip = {
+        let whole: Vec<u8> = pieces.iter().flat_map(|piece| piece.data.iter().copied()).collect();
+        last_lines(&whole, request.tail_lines)
+    };
+    let pieces = without(pieces, skip);
     if !send_pieces(out, pieces).await || !request.follow || !ready {
         return;
     }

@@ -79,7 +79,10 @@ mod tests {
             .stdout(Stdio::piped())
             .spawn();
         let Ok(mut child) = listed else {
-            println!("SKIP another_reader_lists_what_was_written: no cpio");
+            let _ = std::io::Write::write_fmt(
+                &mut std::io::stderr(),
+                format_args!("SKIP another_reader_lists_what_was_written: no cpio\n"),
+            );
             return;
         };
         child.stdin.take().unwrap().write_all(&sample()).unwrap();

@@ -250,7 +250,10 @@ pub(crate) mod tests {
         let plain = fs::read(&file).unwrap();
         let done = std::process::Command::new("xz").arg(&file).status();
         if !done.is_ok_and(|status| status.success()) {
-            println!("SKIP compressed_modules_are_unpacked: no xz");
+            let _ = std::io::Write::write_fmt(
+                &mut std::io::stderr(),
+                format_args!("SKIP compressed_modules_are_unpacked: no xz\n"),
+            );
             return;
         }
         let modules = closure(dir.path()).unwrap();

@@ -36,7 +36,7 @@ pub fn ready(test: &str) -> bool {
     };
     let required = std::env::var("REQUIRE").unwrap_or_default();
     assert!(!required.split(',').any(|need| need == "root"), "{test}: {reason}");
-    println!("SKIP {test}: {reason}");
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: {reason}\n"));
     false
 }
 

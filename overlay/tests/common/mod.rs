@@ -23,7 +23,7 @@ pub fn qemu_tools(test: &str) -> bool {
 pub fn skip(test: &str, need: &str, why: &str) {
     let required = std::env::var("REQUIRE").unwrap_or_default();
     assert!(!required.split(',').any(|word| word == need), "{test} needs {need}: {why}");
-    println!("SKIP {test}: {why}");
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: {why}\n"));
 }
 
 /// Runs a command and returns its output; panics with all of it when it fails.

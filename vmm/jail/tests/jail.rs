@@ -25,7 +25,7 @@ fn has_root(test: &str) -> bool {
     }
     let required = std::env::var("REQUIRE").unwrap_or_default();
     assert!(!required.split(',').any(|need| need == "root"), "{test} needs root");
-    println!("SKIP {test}: needs root");
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: needs root\n"));
     false
 }
 
@@ -370,7 +370,10 @@ fn the_process_joins_the_control_group_that_it_is_given() {
     }
     let group = Path::new("/sys/fs/cgroup").join(format!("torpor-jail-test-{}", std::process::id()));
     if !Path::new("/sys/fs/cgroup/cgroup.procs").exists() || fs::create_dir(&group).is_err() {
-        println!("SKIP {test}: no writable unified control group hierarchy");
+        let _ = std::io::Write::write_fmt(
+            &mut std::io::stderr(),
+            format_args!("SKIP {test}: no writable unified control group hierarchy\n"),
+        );
         return;
     }
     let procs = fs::OpenOptions::new().write(true).open(group.join("cgroup.procs")).unwrap();

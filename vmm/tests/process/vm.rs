@@ -24,7 +24,8 @@ pub fn has(test: &str, need: &str) -> bool {
     let word = if matches!(need, "kvm" | "root") { need } else { "tools" };
     assert!(there || !required.split(',').any(|one| one == word), "{test} needs {need}");
     if !there {
-        println!("SKIP {test}: needs {need}");
+        let _ =
+            std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: needs {need}\n"));
     }
     there
 }

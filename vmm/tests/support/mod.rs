@@ -23,7 +23,7 @@ pub const MEMORY: u64 = 4 << 20;
 pub fn skip(test: &str, need: &str, reason: &str) {
     let required = std::env::var("REQUIRE").unwrap_or_default();
     assert!(!required.split(',').any(|word| word == need), "{test} must not be skipped: {reason}");
-    println!("SKIP {test}: {reason}");
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: {reason}\n"));
 }
 
 /// A KVM that runs bare guests, or none after a word about it.

@@ -64,7 +64,7 @@ pub fn agent(test: &str) -> Option<PathBuf> {
         let reason = "needs TORPOR_TEST_AGENT=PATH of a torpor-agent";
         let required = std::env::var("REQUIRE").unwrap_or_default();
         assert!(!required.split(',').any(|word| word == "tools"), "{test}: {reason}");
-        println!("SKIP {test}: {reason}");
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: {reason}\n"));
     }
     found
 }

@@ -121,7 +121,7 @@ pub fn bench(test: &str) -> Option<Bench> {
     if let Some((word, reason)) = missing() {
         let required = std::env::var("REQUIRE").unwrap_or_default();
         assert!(!required.split(',').any(|required| required == word), "{test} is required, but {reason}");
-        println!("SKIP {test}: {reason}");
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: {reason}\n"));
         return None;
     }
     // Before the network is left: a kernel may have to be fetched.

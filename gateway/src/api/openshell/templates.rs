@@ -62,7 +62,13 @@ fn planned(from: &os::SandboxWorkloadTemplateSpec) -> Result<v1::SandboxSpec, Ap
 fn shown(from: v1::Template, sent: Option<&[u8]>) -> os::SandboxWorkloadTemplate {
     let sent = sent.and_then(|body| Sent::decode(body).ok());
     let same = sent.filter(|sent| sent.created == from.created && sent.version == from.version);
-    let spec = same.and_then(|sent| sent.spec).unwrap_or_else(|| described(from.spec.unwrap_or_default()));
+    let now = from.spec.unwrap_or_default();
+    let environment = now.environment.clone();
+    let mut spec = same.and_then(|sent| sent.spec).unwrap_or_else(|| described(now));
+    // What the caller may see of it: that was decided before.
+    if let Some(workload) = &mut spec.workload {
+        workload.environment = environment.into_iter().collect();
+    }
     os::SandboxWorkloadTemplate {
         metadata: Some(ObjectMeta {
             id: format!("template-{}-{}", from.workspace, from.name),

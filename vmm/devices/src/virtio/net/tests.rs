@@ -456,7 +456,10 @@ fn over_a_tap_frames_pass_both_ways_offloads_work_and_nonsense_is_dropped() {
             !std::env::var("REQUIRE").is_ok_and(|need| need.contains("root")),
             "root and /dev/net/tun are needed"
         );
-        println!("SKIP {name}: needs root and /dev/net/tun");
+        let _ = std::io::Write::write_fmt(
+            &mut std::io::stderr(),
+            format_args!("SKIP {name}: needs root and /dev/net/tun\n"),
+        );
         return;
     }
     let (tap, raw) = tap::make().unwrap();
