@@ -242,7 +242,7 @@ async fn probes_share_what_they_write() {
     let (world, address) = world().await;
     let database = database(&world);
     let count = "CREATE TABLE pings (n INTEGER);
-                 CREATE TRIGGER counts AFTER UPDATE ON meta WHEN NEW.key = 'pinged'
+                 CREATE TRIGGER counts BEFORE INSERT ON meta WHEN NEW.key = 'pinged'
                  BEGIN INSERT INTO pings VALUES (1); END;";
     database.execute_batch(count).unwrap();
     let begun = std::time::Instant::now();
@@ -252,7 +252,7 @@ async fn probes_share_what_they_write() {
     }
     let most = begun.elapsed().as_secs() + 1;
     let written: u64 = database.query_row("SELECT count(*) FROM pings", [], |row| row.get(0)).unwrap();
-    assert!(written <= most, "{written} in {most} s");
+    assert!((1..=most).contains(&written), "{written} in {most} s");
 }
 
 /// The writer waits for somebody who has the database: probes give up, and leave one attempt among them.
