@@ -85,27 +85,54 @@ pub fn endpoint(text: &str) -> Result<v1::Endpoint, String> {
     Ok(v1::Endpoint { name: name.to_owned(), port: port.into(), http_path: rest[end..].to_owned() })
 }
 
+/// Keys of `driver_config` whose values are names, whatever they look like.
+const NAMES: [&str; 7] = [
+    "dnsPolicy",
+    "preemptionPolicy",
+    "priorityClassName",
+    "runtimeClassName",
+    "schedulerName",
+    "serviceAccountName",
+    "storageClassName",
+];
+/// Numbers of a `google.protobuf.Struct` are doubles: whole ones below this are what was written.
+const WHOLE: f64 = 9_007_199_254_740_992.0;
+
 /// A key and a value of `driver_config`: the value is JSON, or the text that it is.
 pub fn config(text: &str) -> Result<(String, prost_types::Value), String> {
     let (key, value) = pair(text)?;
-    let value = serde_json::from_str(&value).unwrap_or(serde_json::Value::String(value));
-    Ok((key, wire(value)))
+    let value = match serde_json::from_str::<serde_json::Value>(&value) {
+        // A class that is called "1" or "true" is no number.
+        Ok(read) if read.is_string() || !NAMES.contains(&key.as_str()) => read,
+        _ => serde_json::Value::String(value),
+    };
+    let value = wire(value).map_err(|problem| format!("{key}: {problem}"))?;
+    Ok((key, value))
 }
 
-fn wire(value: serde_json::Value) -> prost_types::Value {
+fn wire(value: serde_json::Value) -> Result<prost_types::Value, String> {
     use prost_types::{ListValue, Struct, value::Kind};
     use serde_json::Value;
     let kind = match value {
         Value::Null => Kind::NullValue(0),
         Value::Bool(yes) => Kind::BoolValue(yes),
-        Value::Number(number) => Kind::NumberValue(number.as_f64().unwrap_or_default()),
+        Value::Number(number) => {
+            let double = number.as_f64().unwrap_or(f64::INFINITY);
+            if double.fract() == 0.0 && double.abs() >= WHOLE || !double.is_finite() {
+                return Err(format!("{number} is beyond what a number here can tell exactly (below 2^53)"));
+            }
+            Kind::NumberValue(double)
+        }
         Value::String(text) => Kind::StringValue(text),
-        Value::Array(all) => Kind::ListValue(ListValue { values: all.into_iter().map(wire).collect() }),
+        Value::Array(all) => {
+            Kind::ListValue(ListValue { values: all.into_iter().map(wire).collect::<Result<_, _>>()? })
+        }
         Value::Object(all) => {
-            Kind::StructValue(Struct { fields: all.into_iter().map(|(k, v)| (k, wire(v))).collect() })
+            let fields = all.into_iter().map(|(key, value)| Ok((key, wire(value)?)));
+            Kind::StructValue(Struct { fields: fields.collect::<Result<_, String>>()? })
         }
     };
-    prost_types::Value { kind: Some(kind) }
+    Ok(prost_types::Value { kind: Some(kind) })
 }
 
 /// JSON of what `driver_config` says, to show it.
@@ -115,7 +142,7 @@ pub fn json(value: &prost_types::Value) -> serde_json::Value {
     match &value.kind {
         None | Some(Kind::NullValue(_)) => Value::Null,
         Some(Kind::BoolValue(yes)) => (*yes).into(),
-        Some(Kind::NumberValue(number)) if number.fract() == 0.0 && number.abs() < 9e15 => {
+        Some(Kind::NumberValue(number)) if number.fract() == 0.0 && number.abs() < WHOLE => {
             (*number as i64).into()
         }
         Some(Kind::NumberValue(number)) => (*number).into(),
@@ -230,6 +257,35 @@ mod tests {
         assert!(
             ["", "web", "=80", "web=", "web=0", "web=70000", "web=80:x"].into_iter().all(|t| of(t).is_err())
         );
+    }
+
+    #[test]
+    fn names_of_a_drivers_config_stay_text_and_numbers_are_what_was_written() {
+        let of = |text: &str| config(text).map(|(key, value)| (key, json(&value)));
+        let is = |text: &str, wanted: serde_json::Value| {
+            assert_eq!(of(text).unwrap().1, wanted, "{text}");
+        };
+        for name in ["1", "1e3", "true", "null", "kata", "[]", ""] {
+            is(&format!("priorityClassName={name}"), name.into());
+        }
+        is("runtimeClassName=\"kata\"", "kata".into());
+        is("claimTemplates=true", true.into());
+        is("nodeSelector={\"a\":\"1\"}", serde_json::json!({"a": "1"}));
+        is(
+            "tolerations=[{\"tolerationSeconds\":9007199254740991}]",
+            serde_json::json!([{"tolerationSeconds": 9_007_199_254_740_991_i64}]),
+        );
+        is("x=-0.5", (-0.5).into());
+        is("x=[not json", "[not json".into());
+        for digits in
+            ["9007199254740993", "-9007199254740993", "18446744073709551615", "100000000000000000000"]
+        {
+            for text in [format!("x={digits}"), format!("x=[{{\"a\":{digits}}}]")] {
+                let refused = of(&text).unwrap_err();
+                assert!(refused.starts_with("x: ") && refused.contains("2^53"), "{text}: {refused}");
+            }
+        }
+        assert!(of("x").is_err() && of("=1").is_err());
     }
 
     #[test]

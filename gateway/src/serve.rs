@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeSet,
     fs::File,
+    net::SocketAddr,
     path::{Path, PathBuf},
     sync::Arc,
     time::SystemTime,
@@ -172,6 +173,7 @@ pub struct Gateway {
     reconciler: Arc<Reconciler>,
     store: Arc<Store>,
     socket: PathBuf,
+    figures_at: Option<SocketAddr>,
     _pool: Option<Flock<File>>,
 }
 
@@ -211,7 +213,10 @@ impl Gateway {
         let figures = match config.metrics.listen()? {
             Some(address) => {
                 let failed = |source| ServeError::Listen { at: address.to_string(), source };
-                Some(tokio::net::TcpListener::bind(address).await.map_err(failed)?)
+                let listener = tokio::net::TcpListener::bind(address).await.map_err(&failed)?;
+                let address = listener.local_addr().map_err(failed)?;
+                tracing::info!(%address, "figures and probes are served");
+                Some((listener, address))
             }
             None => None,
         };
@@ -276,7 +281,8 @@ impl Gateway {
         let mut servers: Vec<_> = servers
             .map(|listener| tokio::spawn(listen::serve(listener, front.clone(), end.clone())))
             .collect();
-        if let Some(listener) = figures {
+        let figures_at = figures.as_ref().map(|(_, address)| *address);
+        if let Some((listener, _)) = figures {
             let (service, reconciler, started) =
                 (service.clone(), reconciler.clone(), std::time::Instant::now());
             let sources = Arc::new(metrics::Sources { service, reconciler, calls, started });
@@ -293,7 +299,7 @@ impl Gateway {
         };
         tokio::spawn(orphans.look_after());
         hit("serve.started").map_err(StoreError::from)?;
-        Ok(Self { end, servers, turns, ports, reconciler, store, socket, _pool: pool })
+        Ok(Self { end, servers, turns, ports, reconciler, store, socket, figures_at, _pool: pool })
     }
 
     /// Answers no more requests, drops what is under way (the next gateway goes on from there) and closes the store.
@@ -315,6 +321,11 @@ impl Gateway {
         // The writer thread is waited for away from the runtime's own threads.
         let _ = tokio::task::spawn_blocking(move || store.close()).await;
         let _ = std::fs::remove_file(&self.socket);
+    }
+
+    /// Where figures and probes are, if anywhere: with a port that was chosen when the configuration says 0.
+    pub fn figures(&self) -> Option<SocketAddr> {
+        self.figures_at
     }
 
     /// The socket.

@@ -412,8 +412,10 @@ impl Service {
         let name = wish.driver.as_deref().filter(|name| !name.is_empty());
         let driver = self.driver(name.unwrap_or_else(|| self.drivers.default_name()))?;
         if !driver.is_of_this_host() {
-            // Names there are the cluster's, and a path is a folder in one of them. Others may have theirs in the same place.
-            let own = workspace == DEFAULT_WORKSPACE || driver.has_place_of_its_own(workspace);
+            // Names there are the cluster's, and a path is a folder in one of them. In a place that is not the workspace's
+            // alone others have theirs, or will as soon as somebody makes a workspace: members of the default one are no
+            // exception.
+            let own = driver.has_place_of_its_own(workspace);
             let shared = "volumes where several workspaces have theirs";
             return if own || wish.trusted { Ok(()) } else { Err(refused("volumes", shared)) };
         }

@@ -415,10 +415,12 @@ async fn claims_of_a_workspaces_namespace_are_mounted_by_their_own_names() {
     let channel = host.gateway.connect().await.unwrap();
     let mut client = SandboxesClient::new(channel.clone());
     let volume = |source: &str| v1::Volume { source: source.into(), target: "/data".into(), read_only: true };
-    // "team" has a namespace of its own; "other" shares one with the default workspace, whose claims are none of its.
-    for (workspace, allowed) in [("team", true), ("other", false)] {
-        let make = v1::CreateWorkspaceRequest { name: workspace.into(), ..Default::default() };
-        WorkspacesClient::new(channel.clone()).create(make).await.unwrap();
+    // "team" has a namespace of its own; "other" and the default workspace share one, and neither has the other's claims.
+    for (workspace, allowed) in [("team", true), ("other", false), ("default", false)] {
+        if workspace != "default" {
+            let make = v1::CreateWorkspaceRequest { name: workspace.into(), ..Default::default() };
+            WorkspacesClient::new(channel.clone()).create(make).await.unwrap();
+        }
         let role = v1::Role::Editor.into();
         let token = v1::CreateTokenRequest {
             name: "test".into(),
@@ -442,6 +444,13 @@ async fn claims_of_a_workspaces_namespace_are_mounted_by_their_own_names() {
             assert_eq!(code, wanted, "{source} in {workspace}");
         }
     }
+    // An administrator may, wherever.
+    let spec =
+        v1::SandboxSpec { image: "tiny:1".into(), volumes: vec![volume("data")], ..Default::default() };
+    client
+        .create(v1::CreateSandboxRequest { name: "mine".into(), spec: Some(spec), ..Default::default() })
+        .await
+        .unwrap();
     // It is in the namespace "default", where there is no such claim.
     let end = Instant::now() + PATIENCE;
     loop {

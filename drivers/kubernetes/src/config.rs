@@ -41,7 +41,8 @@ pub struct KubernetesConfig {
     pub claim_templates: bool,
     /// Fields that every pod has beside: those of [`PASSED`] only.
     pub pod: Map<String, Value>,
-    /// What a sandbox's or template's `driver_config` may say: of [`crate::SAYABLE`].
+    /// What a sandbox's or template's `driver_config` may say: of [`crate::SAYABLE`], each as a key or as "KEY=VALUE",
+    /// which lets it have this value only.
     pub driver_config: BTreeSet<String>,
     /// The agent's image is mounted as a volume (Kubernetes 1.33 with its ImageVolume feature, or later) instead of being
     /// copied from by an init container.
@@ -110,12 +111,7 @@ impl KubernetesConfig {
                 return wrong("namespace", problem);
             }
         }
-        if let Some(key) = self.driver_config.iter().find(|key| !passed::is_sayable(key)) {
-            let problem = format!(
-                "'{}' is not among what a sandbox can be let say: {}",
-                key.escape_debug(),
-                passed::SAYABLE.join(", ")
-            );
+        if let Some(problem) = self.driver_config.iter().find_map(|text| passed::entry(text).err()) {
             return wrong("driver_config", problem);
         }
         for (key, value) in &self.pod {
@@ -209,7 +205,8 @@ mod tests {
     #[test]
     fn values_that_can_not_work_are_refused_by_their_key() {
         type Case = (&'static str, fn(&mut KubernetesConfig));
-        let cases: [Case; 8] = [
+        let cases: [Case; 9] = [
+            ("driver_config", |c| c.driver_config = ["runtimeClassName=No!".to_owned()].into()),
             ("driver_config", |c| c.driver_config = ["hostNetwork".to_owned()].into()),
             ("tolerations", |c| drop(c.pod.insert("tolerations".into(), serde_json::json!([{"kye": "a"}])))),
             ("state_dir", |c| c.state_dir = "relative".into()),

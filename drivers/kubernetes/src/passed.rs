@@ -44,6 +44,71 @@ pub(crate) fn is_sayable(key: &str) -> bool {
     SAYABLE.contains(&key)
 }
 
+/// Fields whose value is a name, which is written without quotes.
+const NAMES: [&str; 7] = [
+    "dnsPolicy",
+    "preemptionPolicy",
+    "priorityClassName",
+    "runtimeClassName",
+    "schedulerName",
+    "serviceAccountName",
+    "storageClassName",
+];
+
+/// An entry of the administrator's list: a key, with the only value that it may have when one is named ("KEY=VALUE", the value
+/// a name or JSON).
+///
+/// # Errors
+/// No such key, or no value that it can have.
+pub(crate) fn entry(text: &str) -> Result<(&str, Option<Value>), String> {
+    let (key, value) = text.split_once('=').map_or((text, None), |(key, value)| (key, Some(value)));
+    if !is_sayable(key) {
+        let shown = key.escape_debug();
+        return Err(format!("'{shown}' is not among what a sandbox can be let say: {}", SAYABLE.join(", ")));
+    }
+    let Some(value) = value else { return Ok((key, None)) };
+    let value = if NAMES.contains(&key) {
+        Value::String(value.to_owned())
+    } else {
+        serde_json::from_str(value).map_err(|error| format!("the value of {key} is no JSON: {error}"))?
+    };
+    well_formed(key, &value).map_err(|problem| format!("{key}: {problem}"))?;
+    Ok((key, Some(value)))
+}
+
+/// What the administrator's list says of a key and a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum May {
+    Not,
+    AnyValue,
+    /// Named with the key.
+    ThisValue,
+}
+
+fn allowed(config: &KubernetesConfig, key: &str, value: &Value) -> May {
+    let entries = config.driver_config.iter().filter_map(|text| entry(text).ok());
+    let mut may = May::Not;
+    for (_, named) in entries.filter(|(of, _)| *of == key) {
+        match named {
+            Some(named) if named == *value => return May::ThisValue,
+            Some(_) => {}
+            None => may = May::AnyValue,
+        }
+    }
+    may
+}
+
+/// What the configuration itself says of a key, for every pod or claim.
+fn fixed(config: &KubernetesConfig, key: &str) -> Option<Value> {
+    let name = |name: &Option<String>| name.as_deref().map(Value::from);
+    match key {
+        "runtimeClassName" => name(&config.runtime_class),
+        "serviceAccountName" => name(&config.service_account),
+        "storageClassName" => name(&config.storage_class),
+        _ => config.pod.get(key).cloned(),
+    }
+}
+
 /// Refuses a `driver_config` that says what it may not, or what can't be.
 ///
 /// # Errors
@@ -57,7 +122,8 @@ pub(crate) fn check(config: &KubernetesConfig, said: &Map<String, Value>) -> Res
                 SAYABLE.join(", ")
             ));
         }
-        if !config.driver_config.contains(key) {
+        let may = allowed(config, key, value);
+        if may == May::Not {
             let allowed: Vec<&str> = config.driver_config.iter().map(String::as_str).collect();
             let allowed = if allowed.is_empty() { "nothing".to_owned() } else { allowed.join(", ") };
             return Err(format!(
@@ -67,6 +133,10 @@ pub(crate) fn check(config: &KubernetesConfig, said: &Map<String, Value>) -> Res
         well_formed(key, value).map_err(|problem| format!("driver_config.{shown}: {problem}"))?;
         if key == "nodeSelector" {
             keeps(config, value)?;
+        } else if may != May::ThisValue && fixed(config, key).is_some_and(|fixed| fixed != *value) {
+            return Err(format!(
+                "driver_config.{shown}: this gateway's configuration has it for every sandbox; another value is possible only where its `driver_config` names that one, as {shown}=VALUE"
+            ));
         }
     }
     Ok(())
@@ -152,6 +222,69 @@ mod tests {
             config.driver_config.insert(open.to_owned());
             let refused = check(&config, &said(json!({open: true}))).unwrap_err();
             assert!(refused.contains(&format!("driver_config.{open}:")), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_named_is_the_only_one_and_may_replace_the_configurations() {
+        let mut config = KubernetesConfig::new("/s", "agent:1");
+        let list = |all: &[&str]| all.iter().map(|&text| text.to_owned()).collect();
+        let gvisor = said(json!({"runtimeClassName": "gvisor"}));
+        let kata = said(json!({"runtimeClassName": "kata"}));
+        let tolerant = said(json!({"tolerations": [{"key": "gpu", "operator": "Exists"}]}));
+        config.driver_config = list(&["runtimeClassName=gvisor", "runtimeClassName=runc"]);
+        check(&config, &gvisor).unwrap();
+        let refused = check(&config, &kata).unwrap_err();
+        assert!(refused.contains("runtimeClassName=gvisor, runtimeClassName=runc"), "{refused}");
+
+        // What the configuration sets for all is not left by a mere key.
+        config.runtime_class = Some("kata".to_owned());
+        config.pod = said(json!({"tolerations": [{"key": "sandboxes", "operator": "Exists"}]}));
+        config.driver_config = list(&["runtimeClassName", "tolerations"]);
+        check(&config, &kata).unwrap();
+        for (key, other) in [("runtimeClassName", &gvisor), ("tolerations", &tolerant)] {
+            let refused = check(&config, other).unwrap_err();
+            assert!(
+                refused.starts_with(&format!("driver_config.{key}: "))
+                    && refused.contains("for every sandbox"),
+                "{refused}"
+            );
+        }
+        config.driver_config = list(&[
+            "runtimeClassName",
+            "runtimeClassName=gvisor",
+            r#"tolerations=[{"operator":"Exists","key":"gpu"}]"#,
+        ]);
+        check(&config, &gvisor).unwrap();
+        check(&config, &kata).unwrap();
+        check(&config, &tolerant).unwrap();
+        for (key, other) in [("service_account", "serviceAccountName"), ("storage_class", "storageClassName")]
+        {
+            let mut config = config.clone();
+            config.driver_config = list(&[other]);
+            let text = said(json!({other: "mine"}));
+            check(&config, &text).unwrap();
+            config.service_account = Some("sandbox".to_owned());
+            config.storage_class = Some("slow".to_owned());
+            assert!(check(&config, &text).is_err(), "{key}");
+        }
+    }
+
+    #[test]
+    fn an_entry_of_the_list_is_a_key_or_a_key_with_a_value_that_it_can_have() {
+        assert_eq!(entry("tolerations"), Ok(("tolerations", None)));
+        assert_eq!(entry("priorityClassName=1"), Ok(("priorityClassName", Some(json!("1")))));
+        assert_eq!(entry("claimTemplates=true"), Ok(("claimTemplates", Some(json!(true)))));
+        for bad in [
+            "",
+            "=",
+            "hostNetwork=true",
+            "runtimeClassName=",
+            "runtimeClassName=No!",
+            "tolerations=gpu",
+            "claimTemplates=1",
+        ] {
+            assert!(entry(bad).is_err(), "{bad}");
         }
     }
 

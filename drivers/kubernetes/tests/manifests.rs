@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
-use k8s_openapi::api::{apps::v1 as apps, core::v1 as core, rbac::v1 as rbac};
+use k8s_openapi::api::{apps::v1 as apps, core::v1 as core, networking::v1 as networking, rbac::v1 as rbac};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
@@ -73,6 +73,7 @@ fn every_manifest_is_of_its_published_type_to_the_last_field() {
             "v1 ServiceAccount" => check::<core::ServiceAccount>(&file, &object),
             "v1 ConfigMap" => check::<core::ConfigMap>(&file, &object),
             "v1 Service" => check::<core::Service>(&file, &object),
+            "networking.k8s.io/v1 NetworkPolicy" => check::<networking::NetworkPolicy>(&file, &object),
             "apps/v1 StatefulSet" => check::<apps::StatefulSet>(&file, &object),
             "rbac.authorization.k8s.io/v1 Role" => check::<rbac::Role>(&file, &object),
             "rbac.authorization.k8s.io/v1 RoleBinding" => check::<rbac::RoleBinding>(&file, &object),
@@ -137,5 +138,34 @@ fn names_and_labels_fit_together_and_nothing_runs_as_root() {
     let there: Vec<&Value> = volumes.chain(claims).collect();
     for mount in template["spec"]["containers"][0]["volumeMounts"].as_array().unwrap() {
         assert!(there.contains(&&mount["name"]), "{mount}");
+    }
+}
+
+#[test]
+fn pods_of_sandboxes_do_not_reach_the_gateway() {
+    let (policies, sets) = (of_kind("NetworkPolicy"), of_kind("StatefulSet"));
+    let [policy] = policies.as_slice() else { panic!("{policies:?}") };
+    assert_eq!(policy["metadata"]["namespace"], sets[0]["metadata"]["namespace"]);
+    let labels = &sets[0]["spec"]["template"]["metadata"]["labels"];
+    assert_eq!(policy["spec"]["podSelector"]["matchLabels"], *labels);
+    assert_eq!(policy["spec"]["policyTypes"], serde_json::json!(["Ingress"]));
+    // Only namespaces with a label are let in, and none of ours has it.
+    let rules = policy["spec"]["ingress"].as_array().unwrap();
+    assert!(!rules.is_empty());
+    for from in rules.iter().flat_map(|rule| rule["from"].as_array().expect("no rule is for all")) {
+        assert_eq!(from.as_object().unwrap().len(), 1, "{from}");
+        let wanted = from["namespaceSelector"]["matchLabels"].as_object().unwrap();
+        assert!(!wanted.is_empty());
+        for namespace in of_kind("Namespace") {
+            let has =
+                |(key, value): (&String, &Value)| namespace["metadata"]["labels"].get(key) == Some(value);
+            assert!(!wanted.iter().all(has), "{namespace}");
+        }
+    }
+    for rule in rules {
+        assert_eq!(
+            rule["ports"][0]["port"],
+            sets[0]["spec"]["template"]["spec"]["containers"][0]["ports"][0]["containerPort"]
+        );
     }
 }

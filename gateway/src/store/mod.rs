@@ -8,6 +8,7 @@ mod exposed;
 mod foreign;
 mod leases;
 mod lock;
+mod ping;
 mod recent;
 mod requests;
 pub mod rescue;
@@ -287,6 +288,8 @@ pub struct Store {
     pub phases: Arc<Phases>,
     /// Requests that wait for the writer.
     waiting: AtomicUsize,
+    /// Attempts to write for those who ask whether it is possible.
+    pings: ping::Pings,
     limits: PoolLimits,
     /// Given back by `close`: somebody may still hold the store then.
     lock: Mutex<Option<StateLock>>,
@@ -353,6 +356,7 @@ impl Store {
             recent,
             phases,
             waiting: AtomicUsize::new(0),
+            pings: ping::Pings::default(),
             limits,
             lock: Mutex::new(Some(lock)),
         })
@@ -366,14 +370,6 @@ impl Store {
     /// Changes of one sandbox from now on: what others do wakes nobody who waits for this one.
     pub fn subscribe_to(&self, id: &SandboxId) -> broadcast::Receiver<Change> {
         self.listeners.subscribe(id)
-    }
-
-    /// Whether the database can be written.
-    ///
-    /// # Errors
-    /// Why not.
-    pub async fn ping(&self) -> Result<(), StoreError> {
-        self.write(|_, _| Ok(())).await
     }
 
     /// Requests of clients that wait for the writer.

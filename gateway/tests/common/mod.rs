@@ -93,6 +93,11 @@ impl World {
         self.config.socket().unwrap()
     }
 
+    /// Where its figures and probes are.
+    pub fn figures(&self) -> String {
+        self.gateway.as_ref().unwrap().figures().unwrap().to_string()
+    }
+
     pub async fn channel(&self) -> Channel {
         channel(self.socket()).await
     }

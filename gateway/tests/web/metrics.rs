@@ -1,5 +1,7 @@
 //! Figures and probes: what a scraper and a cluster ask for, over HTTP as they ask.
 
+use std::time::Duration;
+
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
@@ -10,20 +12,31 @@ use torpor_sandbox::sim::Script;
 
 use crate::common::{self, World, create, no_wait, target};
 
-/// A port that is free at the moment.
-fn free() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+/// None: it was not heard.
+async fn asked(mut stream: TcpStream, method: &str, path: &str) -> Option<(u16, String, String)> {
+    let request = format!("{method} {path} HTTP/1.1\r\nHost: gateway\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).await.ok()?;
+    let (head, body) = text.split_once("\r\n\r\n")?;
+    let code = head.split(' ').nth(1).unwrap().parse().unwrap();
+    Some((code, head.to_lowercase(), body.to_owned()))
 }
 
 async fn ask(address: &str, method: &str, path: &str) -> (u16, String, String) {
-    let mut stream = TcpStream::connect(address).await.unwrap();
-    let request = format!("{method} {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.unwrap();
-    let mut text = String::new();
-    stream.read_to_string(&mut text).await.unwrap();
-    let (head, body) = text.split_once("\r\n\r\n").unwrap();
-    let code = head.split(' ').nth(1).unwrap().parse().unwrap();
-    (code, head.to_lowercase(), body.to_owned())
+    asked(TcpStream::connect(address).await.unwrap(), method, path).await.unwrap()
+}
+
+/// A connection from this address of the host's own.
+async fn from(own: &str, address: &str) -> TcpStream {
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.bind(format!("{own}:0").parse().unwrap()).unwrap();
+    socket.connect(address.parse().unwrap()).await.unwrap()
+}
+
+/// The gateway's database as somebody else has it open.
+fn database(world: &World) -> rusqlite::Connection {
+    rusqlite::Connection::open(world.config.state_dir.join("torpor.db")).unwrap()
 }
 
 /// The value of a sample, by its name with its labels.
@@ -33,9 +46,14 @@ fn value(text: &str, sample: &str) -> Option<f64> {
 }
 
 async fn world() -> (World, String) {
-    let address = free();
-    let metrics = MetricsConfig { address: address.clone(), public: false };
-    (World::with(Script::default(), |config| config.metrics = metrics).await, address)
+    world_at("127.0.0.1:0").await
+}
+
+async fn world_at(address: &str) -> (World, String) {
+    let metrics = MetricsConfig { address: address.to_owned(), public: false };
+    let world = World::with(Script::default(), |config| config.metrics = metrics).await;
+    let address = world.figures();
+    (world, address)
 }
 
 #[tokio::test]
@@ -124,14 +142,15 @@ async fn a_call_that_drivers_fail_or_nobody_waits_for_is_told_apart() {
         if counted.is_some() {
             break;
         }
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(counted, Some(1.0));
 }
 
 #[tokio::test]
 async fn probes_are_answered_and_nothing_else_is() {
-    let (mut world, address) = world().await;
+    // An address of its own, so that nobody else is on the port when it ends.
+    let (mut world, address) = world_at("127.0.0.77:0").await;
     for path in ["/healthz", "/readyz"] {
         let (code, _, body) = ask(&address, "GET", path).await;
         assert_eq!((code, body.as_str()), (200, "ok\n"), "{path}");
@@ -148,7 +167,113 @@ async fn probes_are_answered_and_nothing_else_is() {
     world.stop().await;
     assert!(TcpStream::connect(&address).await.is_err(), "it ends with the gateway");
     world.start().await;
+    assert_eq!(ask(&world.figures(), "GET", "/readyz").await.0, 200);
+}
+
+/// Whoever reaches the port may be anybody, and a liveness probe comes to it.
+#[tokio::test]
+async fn one_address_can_not_keep_others_from_the_probes() {
+    let (_world, address) = world().await;
+    let mut held = Vec::new();
+    for _ in 0..100 {
+        held.push(from("127.0.0.2", &address).await);
+    }
+    let late = from("127.0.0.2", &address).await;
+    assert_eq!(asked(late, "GET", "/healthz").await, None, "one too many");
+    for path in ["/healthz", "/readyz", "/metrics"] {
+        let (code, ..) = asked(from("127.0.0.3", &address).await, "GET", path).await.unwrap();
+        assert_eq!(code, 200, "{path}");
+    }
+    drop(held);
+    let mut again = None;
+    for _ in 0..200 {
+        again = asked(from("127.0.0.2", &address).await, "GET", "/healthz").await;
+        if again.is_some() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(again.unwrap().0, 200);
+}
+
+#[tokio::test]
+async fn a_connection_is_one_request_and_one_that_says_nothing_ends() {
+    let (_world, address) = world().await;
+    let mut stream = TcpStream::connect(&address).await.unwrap();
+    let mut silent = TcpStream::connect(&address).await.unwrap();
+    stream.write_all("GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n".repeat(50).as_bytes()).await.unwrap();
+    let mut bytes = Vec::new();
+    // What it was sent beyond the first may make it a reset.
+    let _ = stream.read_to_end(&mut bytes).await;
+    let text = String::from_utf8(bytes).unwrap();
+    assert_eq!(text.matches("HTTP/1.1 200").count(), 1, "{text}");
+    assert!(text.to_lowercase().contains("connection: close"), "{text}");
+    silent.write_all(b"GET /healthz HTTP/1.1\r\n").await.unwrap();
+    let ended = tokio::time::timeout(Duration::from_secs(60), silent.read_to_end(&mut Vec::new())).await;
+    assert!(ended.is_ok(), "half a request is waited for without end");
+}
+
+#[tokio::test]
+async fn a_database_that_takes_no_row_is_not_ready_and_alive() {
+    let (world, address) = world().await;
     assert_eq!(ask(&address, "GET", "/readyz").await.0, 200);
+    let database = database(&world);
+    let full = "CREATE TRIGGER no_insert BEFORE INSERT ON meta BEGIN SELECT RAISE(ABORT, 'no'); END;
+                CREATE TRIGGER no_update BEFORE UPDATE ON meta BEGIN SELECT RAISE(ABORT, 'no'); END;";
+    database.execute_batch(full).unwrap();
+    let until = async |wanted: u16| {
+        for _ in 0..200 {
+            if ask(&address, "GET", "/readyz").await.0 == wanted {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        panic!("/readyz never answers {wanted}");
+    };
+    until(503).await;
+    let (code, _, body) = ask(&address, "GET", "/healthz").await;
+    assert_eq!((code, body.as_str()), (200, "ok\n"), "another process would not mend it");
+    database.execute_batch("DROP TRIGGER no_insert; DROP TRIGGER no_update;").unwrap();
+    until(200).await;
+}
+
+#[tokio::test]
+async fn probes_share_what_they_write() {
+    let (world, address) = world().await;
+    let database = database(&world);
+    let count = "CREATE TABLE pings (n INTEGER);
+                 CREATE TRIGGER counts BEFORE INSERT ON meta WHEN NEW.key = 'pinged'
+                 BEGIN INSERT INTO pings VALUES (1); END;";
+    database.execute_batch(count).unwrap();
+    let begun = std::time::Instant::now();
+    for _ in 0..20 {
+        let probes = (0..4).map(|_| ask(&address, "GET", "/readyz"));
+        assert!(futures::future::join_all(probes).await.iter().all(|answer| answer.0 == 200));
+    }
+    let most = begun.elapsed().as_secs() + 1;
+    let written: u64 = database.query_row("SELECT count(*) FROM pings", [], |row| row.get(0)).unwrap();
+    assert!((1..=most).contains(&written), "{written} in {most} s");
+}
+
+/// The writer waits for somebody who has the database: probes give up, and leave one attempt among them.
+#[tokio::test]
+async fn a_writer_that_hangs_is_not_alive_until_it_goes_on() {
+    let (world, address) = world().await;
+    let database = database(&world);
+    database.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let (health, ready) = tokio::join!(ask(&address, "GET", "/healthz"), ask(&address, "GET", "/readyz"));
+    assert_eq!((health.0, ready.0), (503, 503), "{health:?} {ready:?}");
+    database.execute_batch("ROLLBACK").unwrap();
+    let mut code = 0;
+    for _ in 0..200 {
+        code = ask(&address, "GET", "/readyz").await.0;
+        if code == 200 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(code, 200);
+    assert_eq!(ask(&address, "GET", "/healthz").await.0, 200);
 }
 
 #[tokio::test]

@@ -323,6 +323,11 @@ impl World {
         self.lock().faults.push(Fault { method, within: within.to_owned(), left: times, trouble });
     }
 
+    /// Troubles that nobody has had yet.
+    pub fn troubles(&self) -> u32 {
+        self.lock().faults.iter().map(|fault| fault.left).sum()
+    }
+
     pub(crate) fn troubled(&self, method: &str, path: &str) -> Option<Trouble> {
         let mut inner = self.lock();
         let at =

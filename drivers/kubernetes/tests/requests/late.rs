@@ -19,7 +19,7 @@ async fn an_answer_older_than_what_the_watch_has_said_brings_nothing_back() {
     driver.create(&id, &spec(), Run(1)).await.unwrap();
     driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
     until("watched", async || driver.watched() == Some(1)).await;
-    bench.server.behave(|b| b.linger = Duration::from_millis(400));
+    bench.server.behave(|b| b.linger = Duration::from_secs(3));
     bench.server.change("sandboxes", &object(&id), |o| o["spec"]["operatingMode"] = json!("Suspended"));
     until("on its way out", async || {
         bench
@@ -28,8 +28,19 @@ async fn an_answer_older_than_what_the_watch_has_said_brings_nothing_back() {
             .is_some_and(|pod| pod["metadata"]["deletionTimestamp"].is_string())
     })
     .await;
-    bench.server.trouble("GET", "/pods/", 1, Trouble::AnswerLate(Duration::from_millis(1500)));
+    let pod = format!("/pods/{}", object(&id));
+    bench.server.forget();
+    bench.server.trouble("GET", &format!("{pod}?"), 1, Trouble::AnswerLate(Duration::from_secs(5)));
     driver.stop(&id, Keep::Disk, GRACE).await.unwrap();
+    assert_eq!(bench.server.troubles(), 0, "nobody had a late answer");
+    let asked = bench.server.asked().into_iter();
+    let codes: Vec<u16> =
+        asked.filter(|one| one.method == "GET" && one.path.ends_with(&pod)).map(|one| one.code).collect();
+    assert_eq!(
+        (codes.first(), codes.last()),
+        (Some(&200), Some(&404)),
+        "there when it was asked for, then gone"
+    );
     assert_eq!(driver.observe(&id).await.unwrap(), Observed::Stopped { memory: false });
 }
 
