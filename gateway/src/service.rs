@@ -12,7 +12,7 @@ use torpor_sandbox::{
     ComputeDriver, DriverError, Egress, Endpoint, Event, Facts, Keep, Phase, Request, Resources,
     RestartPolicy, SandboxId, SandboxName, SandboxSpec, Volume,
     failpoint::hit,
-    lifecycle::may_reach,
+    lifecycle::{Next, may_reach, next},
     spec::{DEFAULT_WORKSPACE, HostLimits, qualified, unqualified, validate_annotations, validate_labels},
 };
 
@@ -452,17 +452,27 @@ impl Service {
     pub async fn request(&self, target: Target, request: Request) -> Result<Applied, ApiError> {
         let asked = format!("{} {request:?}", target.sandbox);
         let key = request_key(place_of(&target.sandbox), target.request_id, request.verb(), &asked)?;
+        let lacks = request != Request::Delete && self.drivers.all().any(|driver| driver.lacks().is_some());
+        let memory = request == Request::Suspend(Keep::Memory);
+        // What was taken before is answered as before, whatever has become of the backend.
+        let taken = match key.clone().filter(|_| lacks || memory) {
+            Some(key) => self.store.replayed(key).await?.is_some(),
+            None => false,
+        };
         // Most of the time no record need be read for that.
-        if request != Request::Delete && self.drivers.all().any(|driver| driver.lacks().is_some()) {
+        if lacks && !taken {
             let record = self.store.get(&target.sandbox).await?;
-            if let Some(lack) = self.driver(&record.spec.driver)?.lacks() {
+            let done = next(&record.state, &Event::Request(request), record.spec.restart);
+            let lack = self.driver(&record.spec.driver)?.lacks().filter(|_| done != Ok(Next::Same));
+            if let Some(lack) = lack {
                 return Err(ApiError::from(lack).about(&record).with("next", "torpor doctor"));
             }
         }
-        if request == Request::Suspend(Keep::Memory) {
+        if memory && !taken {
             let record = self.store.get(&target.sandbox).await?;
+            let begun = matches!(record.state.phase, Phase::Suspending | Phase::Suspended);
             let capabilities = self.driver(&record.spec.driver)?.capabilities();
-            if !capabilities.keeps_memory {
+            if !begun && !capabilities.keeps_memory {
                 let why = capabilities.no_memory.map(|why| format!(": {why}")).unwrap_or_default();
                 let message = format!(
                     "sandbox '{}': the {} driver ({}) cannot keep memory{why}; nothing was changed",

@@ -160,6 +160,29 @@ async fn a_retry_with_the_same_request_id_returns_the_first_result() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_suspend_that_was_taken_is_repeated_whatever_the_backend_can_do_by_then() {
+    let world = World::new(Script::default()).await;
+    let mut client = world.sandboxes().await;
+    client.create(create("a")).await.unwrap();
+    let with = |request_id: &str| v1::SuspendRequest {
+        target: Some(v1::Target { request_id: request_id.into(), ..target("a").unwrap() }),
+        keep: v1::Keep::Memory.into(),
+    };
+    client.suspend(with("first")).await.unwrap();
+    let slept = wait_for(&world, "a", Phase::Suspended).await;
+    world.sim.set_script(Script { keeps_memory: false, ..Script::default() });
+    for request_id in ["first", "", "second"] {
+        let again = client.suspend(with(request_id)).await.unwrap().into_inner();
+        assert_eq!(again.version, slept.version, "{request_id}");
+    }
+    client.resume(v1::ResumeRequest { target: target("a"), ..Default::default() }).await.unwrap();
+    wait_for(&world, "a", Phase::Ready).await;
+    client.suspend(with("first")).await.unwrap();
+    let refused = client.suspend(with("third")).await.unwrap_err();
+    assert_eq!(error_info(&refused).0, "MEMORY_NOT_SUPPORTED");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_stale_version_is_aborted_and_changes_nothing() {
     let world = World::new(Script::default()).await;
     let mut client = world.sandboxes().await;

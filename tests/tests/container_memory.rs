@@ -7,6 +7,7 @@ use std::fs;
 use torpor_tests::{
     Host,
     engine::{Engine, can_run, criu},
+    need,
 };
 
 /// Counts in a file system that lives in memory only, and says who counts.
@@ -58,7 +59,7 @@ fn on(name: &'static str, test: &str, places: &[(&str, &str)]) {
     host.ok(&["resume", "web"]);
     assert_eq!(engine.inspect(&id)["Id"], container);
     goes_on(&host, before);
-    killed_in_the_middle(&engine, &host, &id, places);
+    killed_in_the_middle(test, &engine, &host, &id, places);
     a_checkpoint_that_is_damaged(&engine, &host, &id);
 
     // Given up by who wants the disk only.
@@ -72,11 +73,11 @@ fn on(name: &'static str, test: &str, places: &[(&str, &str)]) {
     assert!(engine.inspect(&id).is_null());
 }
 
-fn killed_in_the_middle(engine: &Engine, host: &Host, id: &str, places: &[(&str, &str)]) {
+fn killed_in_the_middle(test: &str, engine: &Engine, host: &Host, id: &str, places: &[(&str, &str)]) {
     host.kill_gateway();
     host.start_gateway_with("nothing=error");
-    if !host.gateway_log().contains("built with failpoints") {
-        println!("SKIP killed_in_the_middle: torpor was built without --features torpor-cli/failpoints");
+    let built_in = host.gateway_log().contains("built with failpoints");
+    if !need(test, "root", built_in, "torpor was built without --features torpor-cli/failpoints") {
         return;
     }
     let before = count(host);

@@ -4,9 +4,17 @@
 use std::{collections::HashMap, ffi::OsStr, fs, io, path::PathBuf, process::Stdio, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose};
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
 use serde::Deserialize;
 use serde_json::json;
-use tokio::{io::AsyncWriteExt as _, process::Command, time::timeout};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _},
+    process::{Child, Command},
+    time::timeout,
+};
 use torpor_sandbox::DriverError;
 
 use crate::client::said;
@@ -14,7 +22,7 @@ use crate::client::said;
 /// How long a helper may take: some ask a service of a cloud.
 const HELP: Duration = Duration::from_secs(20);
 /// Largest answer of a helper, bytes.
-const LARGEST: usize = 64 << 10;
+const LARGEST: u64 = 64 << 10;
 /// Docker's own registry, as files and helpers know it.
 const INDEX: &str = "https://index.docker.io/v1/";
 /// The user's name that says that the secret is a token.
@@ -133,6 +141,33 @@ fn encoded(registry: &str, user: &str, secret: &str) -> String {
     general_purpose::URL_SAFE.encode(value.to_string())
 }
 
+/// A helper and whatever it starts; they end with this.
+struct Group(Option<Pid>);
+
+impl Group {
+    fn of(child: &Child) -> Self {
+        Self(child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw))
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(group) = self.0 {
+            let _gone = killpg(group, Signal::SIGKILL);
+        }
+    }
+}
+
+/// What is said, up to a byte more than the largest; whoever says more finds nobody listening.
+async fn bounded(output: Option<impl AsyncRead + Unpin>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    if let Some(output) = output {
+        // What was read before an error is judged as any other.
+        let _broken = output.take(LARGEST + 1).read_to_end(&mut bytes).await;
+    }
+    bytes
+}
+
 /// Asks a helper; none when it has nothing.
 async fn ask(name: &str, path: &str, registry: &str, folders: &OsStr) -> Result<Option<Answer>, AuthError> {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
@@ -148,31 +183,43 @@ async fn ask(name: &str, path: &str, registry: &str, folders: &OsStr) -> Result<
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
+        .process_group(0)
         .kill_on_drop(true)
         .spawn()
         .map_err(run)?;
-    let talk = async {
-        if let Some(mut input) = child.stdin.take() {
+    let group = Group::of(&child);
+    let talk = async move {
+        let _unread = match child.stdin.take() {
             // One that ends without reading has said what it has to say.
-            let _unread = input.write_all(format!("{registry}\n").as_bytes()).await;
-        }
-        child.wait_with_output().await
+            Some(mut input) => input.write_all(format!("{registry}\n").as_bytes()).await,
+            None => Ok(()),
+        };
+        let (output, errors) = (child.stdout.take(), child.stderr.take());
+        let ends = async move {
+            let status = child.wait().await;
+            // Nobody that it leaves behind keeps its output open.
+            drop(group);
+            status
+        };
+        let (status, answer, words) = tokio::join!(ends, bounded(output), bounded(errors));
+        Ok::<_, io::Error>((status?, answer, words))
     };
-    let registry = registry.to_owned();
-    let done = match timeout(HELP, talk).await {
-        Err(_) => return Err(AuthError::Silent { program, registry }),
+    let (status, answer, words) = match timeout(HELP, talk).await {
+        Err(_) => return Err(AuthError::Silent { program, registry: registry.to_owned() }),
         Ok(done) => done.map_err(run)?,
     };
-    if !done.status.success() {
-        let words = [done.stdout, done.stderr].concat();
-        let words = said(&String::from_utf8_lossy(&words));
-        if words.contains(NOTHING) {
+    let registry = registry.to_owned();
+    if !status.success() {
+        if [&answer, &words].iter().any(|text| String::from_utf8_lossy(text).contains(NOTHING)) {
             return Ok(None);
         }
-        return Err(AuthError::Refused { program, registry, said: format!("{words} ({})", done.status) });
+        // What it answers may hold the secret, even then.
+        let words = Some(said(&String::from_utf8_lossy(&words))).filter(|words| !words.is_empty());
+        let words = words.as_deref().unwrap_or("it says nothing on its standard error");
+        return Err(AuthError::Refused { program, registry, said: format!("{words} ({status})") });
     }
-    let answer = (done.stdout.len() <= LARGEST).then(|| serde_json::from_slice::<Answer>(&done.stdout));
-    match answer {
+    let fits = u64::try_from(answer.len()).is_ok_and(|length| length <= LARGEST);
+    match fits.then(|| serde_json::from_slice::<Answer>(&answer)) {
         Some(Ok(answer)) => Ok(Some(answer)),
         // What it says may hold the secret.
         _ => Err(AuthError::Garbled { program, registry }),
@@ -245,7 +292,9 @@ mod tests {
             https://index.docker.io/v1/) echo '{\"Username\":\"ann\",\"Secret\":\"s\"}' ;;
             bad.test) echo garbage ;;
             none.test) echo 'credentials not found in native keychain'; exit 1 ;;
-            *) echo 'the keyring is locked'; exit 1 ;;
+            long.test) exec /usr/bin/yes ;;
+            left.test) /bin/sleep 1000 & echo $! >$0.pid; echo '{\"Username\":\"bob\",\"Secret\":\"s\"}' ;;
+            *) echo 'a secret'; echo 'the keyring is locked' >&2; exit 1 ;;
             esac";
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("docker-credential-test");
@@ -267,7 +316,21 @@ mod tests {
         // It has none: the file may.
         assert_eq!(json(of("none.test/a").await.unwrap())["username"], "ann");
         let why = async |image| DriverError::from(of(image).await.unwrap_err()).to_string();
-        assert!(why("locked.test/a").await.contains("the keyring is locked"));
+        let locked = why("locked.test/a").await;
+        assert!(locked.contains("the keyring is locked") && !locked.contains("secret"), "{locked}");
+        assert!(why("long.test/a").await.contains("no credentials"));
+        // What it leaves behind holds its output open.
+        assert_eq!(json(of("left.test/a").await.unwrap())["username"], "bob");
+        let left = fs::read_to_string(program.with_extension("pid")).unwrap();
+        let state = || fs::read_to_string(format!("/proc/{}/stat", left.trim())).unwrap_or_default();
+        let ended = |state: &str| state.is_empty() || state.contains(") Z ");
+        for _ in 0..500 {
+            if ended(&state()) {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        assert!(ended(&state()), "{}", state());
         assert!(why("bad.test/a").await.contains("no JSON"));
         assert!(why("odd.test/a").await.contains("no name of a program"));
         let gone = why("gone.test/a").await;

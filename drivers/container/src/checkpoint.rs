@@ -13,12 +13,27 @@ const CHECK: Duration = Duration::from_secs(10);
 /// Runtimes that make checkpoints, by the end of their path.
 const RUNTIMES: [&str; 2] = ["runc", "crun"];
 
-/// What keeps the engine from making checkpoints; `Ok` when nothing does.
+/// What keeps an engine from making checkpoints.
+#[derive(Debug)]
+pub(crate) struct Cannot {
+    /// In words for people.
+    pub(crate) why: String,
+    /// It stays so until the engine is another one; else the look itself came to nothing.
+    pub(crate) lasts: bool,
+}
+
+impl Cannot {
+    fn lasting(why: String) -> Self {
+        Self { why, lasts: true }
+    }
+}
+
+/// Looks for what keeps the engine from making checkpoints; `Ok` when nothing does.
 ///
 /// # Errors
-/// The reason, in words for people.
-pub(crate) async fn probe(engine: Engine, info: &Info, criu: &Path) -> Result<(), String> {
-    by_facts(engine, info)?;
+/// The reason.
+pub(crate) async fn probe(engine: Engine, info: &Info, criu: &Path) -> Result<(), Cannot> {
+    by_facts(engine, info).map_err(Cannot::lasting)?;
     check(criu).await
 }
 
@@ -49,27 +64,30 @@ fn path_variable() -> OsString {
 }
 
 /// Runs `criu check`, which says what the kernel lacks.
-async fn check(criu: &Path) -> Result<(), String> {
+async fn check(criu: &Path) -> Result<(), Cannot> {
     let path = path_variable();
     let found = std::env::split_paths(&path).map(|folder| folder.join(criu)).find(|file| file.is_file());
     let Some(program) = found else {
-        return Err(format!(
+        return Err(Cannot::lasting(format!(
             "{} is not installed; checkpoints need it (criu 4 for current kernels)",
             criu.display()
-        ));
+        )));
     };
     let mut command = Command::new(&program);
     command.arg("check").env("PATH", &path).stdin(Stdio::null()).kill_on_drop(true);
-    let failed = |why: String| Err(format!("{} check: {why}", program.display()));
+    let failed =
+        |why: String, lasts| Err(Cannot { why: format!("{} check: {why}", program.display()), lasts });
     match timeout(CHECK, command.output()).await {
-        Err(_) => failed(format!("no answer within {} s", CHECK.as_secs())),
-        Ok(Err(error)) => failed(error.to_string()),
+        Err(_) => failed(format!("no answer within {} s", CHECK.as_secs()), false),
+        Ok(Err(error)) => failed(error.to_string(), false),
         Ok(Ok(done)) if done.status.success() => Ok(()),
         Ok(Ok(done)) => {
             let words = [done.stderr, done.stdout].concat();
             let words = String::from_utf8_lossy(&words);
             let line = words.lines().find(|line| line.contains("Error")).or_else(|| words.lines().last());
-            failed(format!("{} ({})", said(line.unwrap_or("it says nothing")), done.status))
+            let why = format!("{} ({})", said(line.unwrap_or("it says nothing")), done.status);
+            // One that was killed has found nothing out.
+            failed(why, done.status.code().is_some())
         }
     }
 }
@@ -112,11 +130,16 @@ mod tests {
     async fn criu_must_be_there_and_pass_its_own_check() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("criu");
-        assert!(check(&path).await.unwrap_err().contains("not installed"));
+        let absent = check(&path).await.unwrap_err();
+        assert!(absent.lasts && absent.why.contains("not installed"), "{absent:?}");
         program(folder.path(), "[ \"$1\" = check ]");
         check(&path).await.unwrap();
         program(folder.path(), "echo 'Error (criu/x.c:1): no kerndat' >&2; exit 1");
         let why = check(&path).await.unwrap_err();
-        assert!(why.contains("no kerndat") && why.contains("exit status: 1"), "{why}");
+        assert!(why.lasts && why.why.contains("no kerndat") && why.why.contains("exit status: 1"), "{why:?}");
+        // Too little memory, or somebody's hand.
+        program(folder.path(), "kill -9 $$");
+        let killed = check(&path).await.unwrap_err();
+        assert!(!killed.lasts, "{killed:?}");
     }
 }

@@ -29,7 +29,7 @@ use crate::{
 /// The version of the API that this is written for; engines that have left it behind are asked in their oldest.
 const API: (u32, u32) = (1, 41);
 /// For an answer that needs no work.
-pub(crate) const QUICK: Duration = Duration::from_secs(20);
+pub(crate) const QUICK: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 20 });
 /// For an answer that needs some: to make, start or remove a container.
 pub(crate) const WORK: Duration = Duration::from_secs(120);
 /// Largest answer that is read, bytes.
@@ -137,7 +137,11 @@ impl Client {
         if let Some(known) = self.known() {
             return Ok(known);
         }
-        let _first = self.learning.lock().await;
+        // Whoever is before may wait for an engine that hangs, and everybody would in turn.
+        let Ok(_first) = timeout(QUICK, self.learning.lock()).await else {
+            let what = "GET /version".to_owned();
+            return Err(EngineError::Silent { engine: self.engine, what, after: QUICK });
+        };
         if let Some(known) = self.known() {
             return Ok(known);
         }
@@ -365,5 +369,13 @@ mod tests {
             "{error}"
         );
         assert!(error.waits_for_host());
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_without_end_behind_who_waits_for_an_engine_that_hangs() {
+        let client = Client::new(Engine::Docker, Path::new("/nonexistent/docker.sock"));
+        let _hangs = client.learning.lock().await;
+        let error = timeout(QUICK * 10, client.get::<Value>("/info")).await.unwrap().unwrap_err();
+        assert!(matches!(error, EngineError::Silent { .. }), "{error}");
     }
 }

@@ -49,10 +49,10 @@ pub async fn diagnose(config: &ContainerConfig) -> Vec<Finding> {
     let can = checkpoint::probe(engine, &known.info, &config.criu).await;
     found.push(match can {
         Ok(()) => finding("checkpoints", Level::Ok, "CRIU works here: suspend --memory does", ""),
-        Err(why) => {
+        Err(cannot) => {
             let advice =
                 "suspend --memory is refused; a suspend that keeps the workspace needs no checkpoints";
-            finding("checkpoints", Level::Warn, why, advice)
+            finding("checkpoints", Level::Warn, cannot.why, advice)
         }
     });
     found

@@ -89,18 +89,22 @@ impl ContainerDriver {
     /// # Errors
     /// A value of the configuration that can't work, or a file or folder that can't be made.
     pub fn new(config: ContainerConfig) -> Result<Arc<Self>, ConfigError> {
-        config.validate()?;
-        let store = Store::open(&config.state_dir, config.engine, &config.agent)?;
-        let client = Client::new(config.engine, &config.socket);
-        let (hints, _) = broadcast::channel(HINTS);
-        let (live, locks) = Default::default();
-        let inner = Arc::new(Inner { config, client, store, hints, live, locks });
+        let inner = Arc::new(Inner::new(config)?);
         let events = tokio::spawn(events::follow(inner.clone())).abort_handle();
         Ok(Arc::new(Self { inner, events }))
     }
 }
 
 impl Inner {
+    pub(crate) fn new(config: ContainerConfig) -> Result<Self, ConfigError> {
+        config.validate()?;
+        let store = Store::open(&config.state_dir, config.engine, &config.agent)?;
+        let client = Client::new(config.engine, &config.socket);
+        let (hints, _) = broadcast::channel(HINTS);
+        let (live, locks) = Default::default();
+        Ok(Self { config, client, store, hints, live, locks })
+    }
+
     pub(crate) fn run_dir(&self, id: &SandboxId) -> RunDir {
         RunDir::new(self.runs().join(id.as_str()))
     }
@@ -143,7 +147,7 @@ impl Inner {
     pub(crate) async fn inspect(&self, id: &SandboxId) -> Result<Option<Inspect>, EngineError> {
         let found = self.client.get::<Inspect>(&format!("/containers/{}/json", container::name(id))).await;
         match found {
-            Ok(found) if self.is_ours(&found, id) => Ok(Some(self.without_old_pid(id, found).await?)),
+            Ok(found) if self.is_ours(&found, id) => self.without_old_pid(id, found).await,
             Ok(_) => {
                 tracing::warn!(%id, "a container with the sandbox's name is another gateway's");
                 Ok(None)
@@ -154,16 +158,25 @@ impl Inner {
     }
 
     /// Podman shows the process of a container that it has written out as if it were there.
-    async fn without_old_pid(&self, id: &SandboxId, mut found: Inspect) -> Result<Inspect, EngineError> {
+    async fn without_old_pid(
+        &self,
+        id: &SandboxId,
+        mut found: Inspect,
+    ) -> Result<Option<Inspect>, EngineError> {
         let state = &mut found.state;
         let doubtful = state.pid > 0 && !state.running && state.status == "exited";
         if doubtful && self.config.engine == Engine::Podman {
-            let seen = self.checkpointed(id).await?;
+            let seen = match self.checkpointed(id).await {
+                Ok(seen) => seen.state,
+                // Removed in between.
+                Err(error) if error.is_not_found() => return Ok(None),
+                Err(error) => return Err(error),
+            };
             if seen.checkpointed && !seen.running {
                 state.pid = 0;
             }
         }
-        Ok(found)
+        Ok(Some(found))
     }
 
     fn is_ours(&self, found: &Inspect, id: &SandboxId) -> bool {

@@ -29,8 +29,7 @@ pub(crate) async fn follow(inner: Arc<Inner>) {
     let mut was_there = true;
     loop {
         // Not after it: Podman answers with its first event only.
-        let looks = inner.clone();
-        tokio::spawn(async move { looks.keeps_memory().await });
+        tokio::spawn(Inner::find_out(Arc::downgrade(&inner)));
         match connect(&inner).await {
             Ok(events) => {
                 if !was_there {

@@ -16,6 +16,8 @@ mod doctor;
 mod driver;
 mod engine;
 mod events;
+#[cfg(test)]
+mod fake;
 mod files;
 mod images;
 mod link;

@@ -4,7 +4,13 @@
 //! kept only once nothing runs and the checkpoint is there, and who has used it before it is used. A checkpoint goes with
 //! the files as they were: as soon as anything has run since, it is worthless.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use hyper::Method;
 use serde::{Deserialize, Serialize};
@@ -19,8 +25,9 @@ use crate::{
     driver::{Inner, Turn},
     engine::Engine,
     files::remove_tree,
-    run::Record,
-    types::{Checkpoint, CheckpointInspect, Checkpointed, Inspect},
+    run::{Record, host_boot},
+    stop::KILLED,
+    types::{Checkpoint, CheckpointInspect, Inspect},
 };
 
 /// For the agent to see that its connection is gone: CRIU writes out no socket whose other end is outside.
@@ -34,6 +41,17 @@ const UPLOADED: &str = "already exists";
 /// How long files may take to be written out afterwards.
 const SYNC: Duration = Duration::from_secs(60);
 
+/// What the slowest disk that is waited for writes or reads in a second, bytes, and what is added for it at most.
+const SLOWEST: u64 = 16 << 20;
+const LONGEST: Duration = Duration::from_secs(3600);
+/// How long the making of a checkpoint that a gateway before this one asked for is waited for, with what a usual disk
+/// writes in a second, bytes, and the longest.
+const UNDER_WAY: Duration = Duration::from_secs(10);
+const USUAL: u64 = 64 << 20;
+const LONGEST_UNDER_WAY: Duration = Duration::from_secs(120);
+/// Pause before a finding that may be another one next time is looked for again.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
+
 /// What is noted of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Note {
@@ -41,6 +59,15 @@ pub(crate) struct Note {
     pub(crate) container: String,
     /// The run whose memory it holds.
     pub(crate) run: Run,
+    /// The engine's time stamp of that run's start: with another one, something has run in the container since.
+    #[serde(default)]
+    pub(crate) started_at: String,
+    /// The host's boot that it was made in: until it is kept, a loss of power may have taken some of it.
+    #[serde(default)]
+    pub(crate) host_boot: String,
+    /// The engine has said that it has made it: Docker shows one that is half made like any other.
+    #[serde(default)]
+    pub(crate) made: bool,
     /// It was there, and nothing ran.
     pub(crate) kept: bool,
     /// The run that was to go on from it.
@@ -50,6 +77,29 @@ pub(crate) struct Note {
 }
 
 impl Note {
+    pub(crate) fn new(run: Run, found: &Inspect) -> Self {
+        Self {
+            container: found.id.clone(),
+            run,
+            started_at: found.state.started_at.clone(),
+            host_boot: host_boot(),
+            made: false,
+            kept: false,
+            used: None,
+            path: None,
+        }
+    }
+
+    /// Whether it is of this container, and nothing has run there since.
+    fn is_of(&self, found: &Inspect) -> bool {
+        self.container == found.id && self.started_at == found.state.started_at
+    }
+
+    /// Whether a suspend may go on with it: nobody has gone on from it, and all of it can be there.
+    fn is_unused(&self) -> bool {
+        self.used.is_none() && (self.kept || self.host_boot == host_boot())
+    }
+
     /// Docker's name of the checkpoint.
     fn name(&self) -> String {
         format!("run-{}", self.run)
@@ -69,12 +119,30 @@ impl Inner {
         let can = match can {
             Some(can) => can,
             None => {
-                let can = checkpoint::probe(engine, &known.info, &self.config.criu).await;
+                let can = match checkpoint::probe(engine, &known.info, &self.config.criu).await {
+                    Err(cannot) if !cannot.lasts => {
+                        return Err(DriverError::backend("see whether checkpoints work", cannot.why));
+                    }
+                    can => can.map_err(|cannot| cannot.why),
+                };
                 self.client.note_can_keep(can.clone());
                 can
             }
         };
         can.map_err(DriverError::Unsupported)
+    }
+
+    /// Looks whether the engine keeps memory until what is found will last.
+    pub(crate) async fn find_out(inner: Weak<Self>) {
+        while let Some(inner) = inner.upgrade() {
+            let found = inner.keeps_memory().await;
+            // An engine that is away is looked at when it is back.
+            if found.is_ok() || inner.client.known().is_none_or(|known| known.can_keep.is_some()) {
+                return;
+            }
+            drop(inner);
+            sleep(LOOK_AGAIN).await;
+        }
     }
 
     /// Stops a container with its memory kept; what can't be kept is told, and the files are.
@@ -83,13 +151,14 @@ impl Inner {
         id: &SandboxId,
         deadline: Duration,
     ) -> Result<Stopped, DriverError> {
-        self.keeps_memory().await?;
         let turn = self.turn(id).await;
-        let (record, found) = (self.run_dir(id).record()?, self.inspect(id).await?);
+        let (record, found) = (self.run_dir(id).record()?, self.settled(id).await?);
         let Some(found) = found else { return self.put_down(id, &turn, Some(deadline)).await };
         if found.state.is_up() {
             let ours = record.filter(|record| !record.is_replaced(&found));
             let Some(record) = ours else { return self.put_down(id, &turn, Some(deadline)).await };
+            // What is made already needs no more of it.
+            self.keeps_memory().await?;
             return match self.dump(id, &record, &found, &turn).await {
                 Ok(()) => self.asleep(id, &found, &turn).await,
                 Err(error @ DriverError::Unreachable(_)) => Err(error),
@@ -98,7 +167,7 @@ impl Inner {
             };
         }
         // Done before, or by a gateway that was ended in the middle.
-        let note = self.store.note(id)?.filter(|note| note.used.is_none() && note.container == found.id);
+        let note = self.store.note(id)?.filter(|note| note.is_unused() && note.is_of(&found));
         let of_this = record.is_none_or(|record| note.as_ref().is_some_and(|note| note.run == record.run));
         if let (Some(note), true) = (note, of_this) {
             let note = self.located(id, note).await?;
@@ -107,6 +176,28 @@ impl Inner {
             }
         }
         self.put_down(id, &turn, Some(deadline)).await
+    }
+
+    /// The container, once the making of a checkpoint that may be under way is done: a second one would only destroy it.
+    async fn settled(&self, id: &SandboxId) -> Result<Option<Inspect>, DriverError> {
+        let found = self.inspect(id).await?;
+        let Some(up) = found.as_ref().filter(|found| found.state.is_up()) else { return Ok(found) };
+        let under_way = |note: &Note| !note.kept && note.is_unused() && note.is_of(up);
+        if !self.store.note(id)?.as_ref().is_some_and(under_way) {
+            return Ok(found);
+        }
+        let more = Duration::from_secs(self.memory_bytes(id) / USUAL);
+        self.down(id, (UNDER_WAY + more).min(LONGEST_UNDER_WAY)).await?;
+        Ok(self.inspect(id).await?)
+    }
+
+    fn memory_bytes(&self, id: &SandboxId) -> u64 {
+        self.store.spec(id).map_or(0, |spec| spec.resources.memory_bytes)
+    }
+
+    /// How long the engine may take to write the memory out, or to read it in.
+    fn patience(&self, id: &SandboxId) -> Duration {
+        WORK + Duration::from_secs(self.memory_bytes(id) / SLOWEST).min(LONGEST)
     }
 
     async fn without_memory(
@@ -132,7 +223,7 @@ impl Inner {
         if found.state.paused {
             self.unpause(id, turn).await?;
         }
-        let note = Note { container: found.id.clone(), run: record.run, kept: false, used: None, path: None };
+        let note = Note::new(record.run, found);
         let (inner, wanted) = (self.clone(), id.clone());
         let work = async move {
             let id = wanted;
@@ -149,14 +240,23 @@ impl Inner {
                 inner.unhear(&id);
                 sleep(HANG_UP * tries).await;
                 let asked = inner.ask_for_checkpoint(&id, &note).await;
-                hit("container.memory.asked")?;
-                match asked {
-                    // Whatever was answered: what is there decides.
-                    Err(error) if error.is_absence() => return Err(error.into()),
-                    Err(_) if tries < TRIES && inner.is_up(&id).await? => tries += 1,
-                    Err(error) => return Err(error.into()),
-                    Ok(()) => return Ok(()),
+                if asked.is_ok() {
+                    inner.store.write_note(&id, &Note { made: true, ..note.clone() })?;
                 }
+                hit("container.memory.asked")?;
+                let Err(error) = asked else { return Ok(()) };
+                if error.is_absence() {
+                    return Err(error.into());
+                }
+                if !inner.is_up(&id).await? {
+                    // Whatever was answered: what is there decides.
+                    tracing::warn!(sandbox = %id, %error, "a checkpoint was refused after it was made");
+                    return Ok(());
+                }
+                if tries == TRIES {
+                    return Err(error.into());
+                }
+                tries += 1;
             }
         };
         self.step(id, turn, work).await
@@ -174,16 +274,24 @@ impl Inner {
         turn: &Turn,
     ) -> Result<Stopped, DriverError> {
         hit("container.memory.made")?;
-        let (inner, wanted, layer) = (self.clone(), id.clone(), before.layer().map(str::to_owned));
+        let (inner, wanted, before) = (self.clone(), id.clone(), before.clone());
         let work = async move {
             let id = &wanted;
             let Some(note) = inner.store.note(id)? else { return Ok(None) };
             let note = inner.located(id, note).await?;
-            if !inner.is_at_rest(id).await? || !inner.has_checkpoint(id, &note).await? {
+            if !inner.down(id, KILLED).await? || !inner.has_checkpoint(id, &note).await? {
                 return Ok(None);
             }
+            match inner.released(id).await {
+                // Docker shows the address of a container that it lost until the next start.
+                Err(error @ DriverError::Backend { .. }) if !before.state.is_up() => {
+                    tracing::warn!(sandbox = %id, %error, "its address is shown at the second time, too");
+                }
+                // A repeat finds the checkpoint.
+                released => released?,
+            }
             // Its memory goes with the files as they are now, so these may not be lost with the host's power.
-            let flushed = sync(layer.as_deref()).await;
+            let flushed = sync(&before).await;
             inner.store.write_note(id, &Note { kept: true, ..note })?;
             hit("container.memory.kept")?;
             inner.unhear(id);
@@ -215,7 +323,7 @@ impl Inner {
                 (format!("/libpod/containers/{name}/checkpoint?fileLocks=true"), Carries::Nothing)
             }
         };
-        self.client.call(Method::POST, &path, carries, WORK).await.map(drop)
+        self.client.call(Method::POST, &path, carries, self.patience(id)).await.map(drop)
     }
 
     /// Starts the container from its checkpoint; another address than before is fine.
@@ -227,9 +335,9 @@ impl Inner {
                 "/libpod/containers/{name}/restore?fileLocks=true&ignoreStaticIP=true&ignoreStaticMAC=true"
             ),
         };
-        let mut tries = 0;
+        let (mut tries, limit) = (0, self.patience(id));
         loop {
-            match self.client.call(Method::POST, &path, Carries::Nothing, WORK).await {
+            match self.client.call(Method::POST, &path, Carries::Nothing, limit).await {
                 // Docker hands the checkpoint to containerd, which may not have thrown away yet that it has made the same.
                 Err(EngineError::Refused { message, .. })
                     if tries < UPLOADS && message.contains(UPLOADED) =>
@@ -249,7 +357,7 @@ impl Inner {
         found: &Inspect,
     ) -> Result<Option<Note>, DriverError> {
         let note = self.store.note(id)?;
-        let Some(note) = note.filter(|note| note.kept && note.container == found.id) else { return Ok(None) };
+        let Some(note) = note.filter(|note| note.kept && note.is_of(found)) else { return Ok(None) };
         Ok(self.has_checkpoint(id, &note).await?.then_some(note))
     }
 
@@ -258,14 +366,16 @@ impl Inner {
         if self.config.engine != Engine::Podman || note.path.is_some() {
             return Ok(note);
         }
-        let state = self.checkpointed(id).await?;
+        let state = self.checkpointed(id).await?.state;
         let path = state.checkpointed.then(|| PathBuf::from(state.checkpoint_path));
         Ok(Note { path, ..note })
     }
 
+    /// Whether all of it is there.
     async fn has_checkpoint(&self, id: &SandboxId, note: &Note) -> Result<bool, EngineError> {
         let name = container::name(id);
         match self.config.engine {
+            Engine::Docker if !note.made => Ok(false),
             Engine::Docker => {
                 let all: Option<Vec<Checkpoint>> =
                     self.client.get(&format!("/containers/{name}/checkpoints")).await?;
@@ -276,9 +386,17 @@ impl Inner {
     }
 
     /// Podman's own word about the checkpoint of a container.
-    pub(crate) async fn checkpointed(&self, id: &SandboxId) -> Result<Checkpointed, EngineError> {
-        let path = format!("/libpod/containers/{}/json", container::name(id));
-        Ok(self.client.get::<CheckpointInspect>(&path).await?.state)
+    pub(crate) async fn checkpointed(&self, id: &SandboxId) -> Result<CheckpointInspect, EngineError> {
+        self.client.get(&format!("/libpod/containers/{}/json", container::name(id))).await
+    }
+
+    /// Where Podman puts the checkpoint of a container, whole or not.
+    async fn place(&self, id: &SandboxId) -> Result<Option<PathBuf>, EngineError> {
+        match self.checkpointed(id).await {
+            Ok(seen) => Ok(Some(Path::new(&seen.static_dir).join("checkpoint"))),
+            Err(error) if error.is_absence() => Err(error),
+            Err(_) => Ok(None),
+        }
     }
 
     /// Gives a checkpoint up, if there is one.
@@ -296,7 +414,11 @@ impl Inner {
             },
             // Podman has no word for it; where it restores, it removes it itself.
             Engine::Podman => {
-                let place = note.path.filter(|path| path.ends_with("userdata/checkpoint"));
+                let place = match note.path {
+                    Some(path) => Some(path),
+                    None => self.place(id).await?,
+                };
+                let place = place.filter(|path| path.ends_with("userdata/checkpoint"));
                 if let Some(Err(error)) = place.map(|path| remove_tree(&path)) {
                     tracing::debug!(sandbox = %id, %error, "the checkpoint is not removed");
                 }
@@ -306,11 +428,12 @@ impl Inner {
     }
 }
 
-/// Writes out the file system that holds a container's layer.
-async fn sync(layer: Option<&str>) -> Result<(), String> {
-    let layer = layer.ok_or("the engine does not say where they are")?;
+/// Writes out the file systems that hold what a container can write to: its layer and its mounts.
+async fn sync(found: &Inspect) -> Result<(), String> {
+    let layer = found.layer().ok_or("the engine does not say where they are")?;
+    let places: BTreeSet<PathBuf> = found.writable().chain([layer]).map(openable).collect();
     let mut sync = Command::new("sync");
-    sync.args(["--file-system", layer]).stdin(std::process::Stdio::null()).kill_on_drop(true);
+    sync.arg("--file-system").args(places).stdin(std::process::Stdio::null()).kill_on_drop(true);
     match tokio::time::timeout(SYNC, sync.output()).await {
         Err(_) => Err(format!("it took longer than {} s", SYNC.as_secs())),
         Ok(Err(error)) => Err(format!("sync: {error}")),
@@ -318,3 +441,13 @@ async fn sync(layer: Option<&str>) -> Result<(), String> {
         Ok(Ok(done)) => Err(crate::client::said(&String::from_utf8_lossy(&done.stderr))),
     }
 }
+
+/// The place itself, or the folder of what can't be opened without more ado: a socket, a device.
+fn openable(place: &str) -> PathBuf {
+    let place = Path::new(place);
+    let special = fs::metadata(place).is_ok_and(|file| !file.is_dir() && !file.is_file());
+    place.parent().filter(|_| special).unwrap_or(place).to_owned()
+}
+
+#[cfg(test)]
+mod tests;

@@ -153,11 +153,10 @@ impl Inner {
         hit("container.launch.noted")?;
         let live = self.hear(id, &record)?;
         hit("container.launch.listening")?;
-        let restores = memory.is_some();
-        let asked = match memory {
+        let asked = match &memory {
             None => self.ask(Method::POST, id, "/start", WORK).await,
             Some(note) => {
-                let note = Note { used: Some(run), ..note };
+                let note = Note { used: Some(run), ..note.clone() };
                 self.store.write_note(id, &note)?;
                 hit("container.memory.restoring")?;
                 self.ask_to_restore(id, &note).await
@@ -166,7 +165,7 @@ impl Inner {
         hit("container.launch.asked")?;
         let found = match self.inspect(id).await? {
             Some(found) if found.state.is_up() => found,
-            other => return Err(self.not_launched(id, asked.err(), other, restores).await),
+            other => return Err(self.not_launched(id, asked.err(), other, memory).await),
         };
         record.started_at = Some(found.state.started_at.clone());
         dir.write(&record)?;
@@ -181,7 +180,7 @@ impl Inner {
         id: &SandboxId,
         error: Option<EngineError>,
         found: Option<Inspect>,
-        restores: bool,
+        memory: Option<Note>,
     ) -> DriverError {
         if error.as_ref().is_some_and(EngineError::is_absence) {
             // It may still come about: whoever looks next finds out.
@@ -193,8 +192,17 @@ impl Inner {
             tracing::warn!(sandbox = %id, %error, "a failed start left something; stop will find it");
         }
         match (error, found) {
-            (Some(error), _) if restores => failed("restore", error.to_string(), &console),
-            (Some(error), _) => refused(error),
+            (Some(error), _) => {
+                let why = error.to_string();
+                match (refused(error), memory) {
+                    // It waits for the host, and nothing has gone on from the memory.
+                    (short @ (DriverError::Exhausted(_) | DriverError::NoSpace(_)), Some(note)) => {
+                        self.store.write_note(id, &Note { used: None, ..note }).err().unwrap_or(short)
+                    }
+                    (_, Some(_)) => failed("restore", why, &console),
+                    (refusal, None) => refusal,
+                }
+            }
             (None, Some(found)) => {
                 let cause = format!("the container ended at once with code {}", found.state.exit_code);
                 failed("start", cause, &console)

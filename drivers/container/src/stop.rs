@@ -22,7 +22,7 @@ const RESERVE: Duration = Duration::from_millis(500);
 /// How long a container whose agent has flushed may take to end by itself; nothing is lost when it doesn't.
 const LEAVE: Duration = Duration::from_secs(3);
 /// How long a killed container may take to be gone, and to give back its address.
-const KILLED: Duration = Duration::from_secs(10);
+pub(crate) const KILLED: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 /// Pauses between two looks.
 const LOOKS: [Duration; 4] = [
     Duration::from_millis(20),
@@ -133,18 +133,13 @@ impl Inner {
         self.released(id).await
     }
 
-    /// Whether nothing runs and the address is given back, in a time that an engine needs for it.
-    pub(crate) async fn is_at_rest(&self, id: &SandboxId) -> Result<bool, EngineError> {
-        self.until(id, KILLED, |found| !found.state.is_up() && found.addresses().0.is_empty()).await
-    }
-
     /// Whether nothing of the container runs, within this time.
-    async fn down(&self, id: &SandboxId, within: Duration) -> Result<bool, EngineError> {
+    pub(crate) async fn down(&self, id: &SandboxId, within: Duration) -> Result<bool, EngineError> {
         self.until(id, within, |found| !found.state.is_up()).await
     }
 
     /// Waits until the engine has taken the container's address back.
-    async fn released(&self, id: &SandboxId) -> Result<(), DriverError> {
+    pub(crate) async fn released(&self, id: &SandboxId) -> Result<(), DriverError> {
         if self.until(id, KILLED, |found| found.addresses().0.is_empty()).await? {
             return Ok(());
         }

@@ -70,6 +70,16 @@ pub(crate) struct Inspect {
     pub(crate) config: ContainerConfig,
     pub(crate) network_settings: Option<NetworkSettings>,
     pub(crate) graph_driver: Option<GraphDriver>,
+    pub(crate) mounts: Option<Vec<Mount>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+pub(crate) struct Mount {
+    /// Its place on the host; empty where it has none.
+    pub(crate) source: String,
+    #[serde(rename = "RW")]
+    pub(crate) writable: bool,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -141,6 +151,12 @@ impl Inspect {
         self.graph_driver.as_ref()?.data.as_ref()?.get("UpperDir").map(String::as_str)
     }
 
+    /// The places on the host, beside its layer, that it can write to.
+    pub(crate) fn writable(&self) -> impl Iterator<Item = &str> {
+        let writable = self.mounts.iter().flatten().filter(|mount| mount.writable);
+        writable.map(|mount| mount.source.as_str()).filter(|source| source.starts_with('/'))
+    }
+
     pub(crate) fn label(&self, name: &str) -> Option<&str> {
         self.config.labels.as_ref()?.get(name).map(String::as_str)
     }
@@ -157,6 +173,8 @@ pub(crate) struct Checkpoint {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub(crate) struct CheckpointInspect {
+    /// Where it keeps what it knows of the container.
+    pub(crate) static_dir: String,
     pub(crate) state: Checkpointed,
 }
 
@@ -258,6 +276,16 @@ mod tests {
                 && of(r#"{"Paused":true}"#)
         );
         assert!(!of(r#"{"Status":"exited"}"#));
+    }
+
+    #[test]
+    fn files_that_a_container_writes_are_in_its_layer_and_its_mounts() {
+        let text = r#"{"GraphDriver":{"Data":{"UpperDir":"/l"}},"Mounts":[
+            {"Type":"bind","Source":"/a","RW":true},{"Type":"bind","Source":"/b","RW":false},
+            {"Type":"volume","Name":"v","Source":"/v/_data","RW":true},{"Type":"tmpfs","Source":"","RW":true}]}"#;
+        let found: Inspect = serde_json::from_str(text).unwrap();
+        assert_eq!(found.layer(), Some("/l"));
+        assert_eq!(found.writable().collect::<Vec<_>>(), ["/a", "/v/_data"]);
     }
 
     #[test]

@@ -321,19 +321,21 @@ async fn an_anonymous_volume_lives_and_goes_with_its_sandbox(running: &Running) 
     let (status, made) = running.ask("POST", &format!("{commit}?container=torpor-{}&{change}", case.id));
     assert!(status < 300, "{status} {made}");
     let digest = format!("sha256:{}", made["Id"].as_str().unwrap().trim_start_matches("sha256:"));
-    let before = volume_names(running);
-    let with = Case::of(running, |spec| spec.image_digest = digest).await;
+    let with = Case::of(running, |spec| spec.image_digest = digest.clone()).await;
     with.start(1).await;
     with.sh("echo kept > /data/file").await;
-    let own: Vec<String> = volume_names(running).into_iter().filter(|name| !before.contains(name)).collect();
-    assert!(!own.is_empty());
+    let mounts = running.inspect(with.id.as_str())["Mounts"].clone();
+    let own = mounts.as_array().into_iter().flatten().find(|mount| mount["Destination"] == "/data");
+    let own = own.and_then(|mount| mount["Name"].as_str()).unwrap().to_owned();
+    assert!(volume_names(running).contains(&own));
     with.stop().await;
     with.start(2).await;
     assert_eq!(with.sh("cat /data/file").await, "kept");
     with.delete().await;
-    let left = volume_names(running);
-    assert!(own.iter().any(|name| !left.contains(name)), "{own:?} {left:?}");
+    assert!(!volume_names(running).contains(&own));
     case.delete().await;
+    let (status, gone) = running.ask("DELETE", &format!("/images/{digest}"));
+    assert!(status < 300, "{status} {gone}");
 }
 
 fn volume_names(running: &Running) -> Vec<String> {

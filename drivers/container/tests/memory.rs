@@ -135,15 +135,18 @@ async fn processes_go_on_where_they_were(running: &Running) {
 async fn what_can_not_be_written_out_is_suspended_with_its_disk(running: &Running) {
     let case = Case::new(running).await;
     // CRIU has no leave to write out an established connection.
-    let connected = "busybox nc -l -p 7000 -e busybox sleep 1000 </dev/null >/dev/null 2>&1 &
-        busybox sleep 0.3; busybox sleep 1000 | busybox nc 127.0.0.1 7000 >/dev/null 2>&1 &
-        busybox sleep 0.3; echo kept > /root/file";
+    let connected = "seen() { for i in $(busybox seq 400); do
+            grep -qs \":1B58 .* $1 \" /proc/net/tcp /proc/net/tcp6 && return; busybox sleep 0.05; done; exit 1; }
+        busybox nc -l -p 7000 -e busybox sleep 1000 </dev/null >/dev/null 2>&1 &
+        seen 0A; busybox sleep 1000 | busybox nc 127.0.0.1 7000 >/dev/null 2>&1 &
+        seen 01; echo kept > /root/file";
     case.sh(connected).await;
     let stopped = case.sleep().await;
     let detail = stopped.detail.unwrap_or_default();
     assert!(stopped.kept == Keep::Disk && stopped.flushed, "{detail}");
     assert!(detail.contains("memory could not be kept"), "{detail}");
     assert_eq!(case.observe().await, Observed::Stopped { memory: false });
+    assert!(running.checkpoint_files(case.container().as_str().unwrap()).is_empty());
     case.driver.start(&case.id, Keep::Disk, Run(2)).await.unwrap();
     assert_eq!(case.sh("cat /root/file").await, "kept");
     case.driver.delete(&case.id).await.unwrap();

@@ -34,7 +34,8 @@ fn podman_of_a_user_without_rights_keeps_the_same_promises() {
         fs::set_permissions(to, fs::Permissions::from_mode(0o755)).unwrap();
     }
     let (user, group) = (format!("--reuid={USER}"), format!("--regid={USER}"));
-    let ran = Command::new("setpriv")
+    let ran = Command::new("timeout")
+        .args(["--kill-after=5", "300", "setpriv"])
         .args([&user, &group, "--clear-groups"])
         .arg(&program)
         .args(["--exact", "as_the_user", "--ignored", "--nocapture"])

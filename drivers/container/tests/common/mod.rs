@@ -112,7 +112,7 @@ pub fn busybox_tree() -> tempfile::TempDir {
 
 /// Waits until the driver has found out that it does.
 pub async fn keeps_memory(driver: &ContainerDriver) {
-    for _ in 0..200 {
+    for _ in 0..1200 {
         if driver.capabilities().keeps_memory {
             return;
         }
