@@ -35,6 +35,8 @@ pub struct Sandbox {
     phase_since: Option<String>,
     command: Vec<String>,
     environment: BTreeMap<String, String>,
+    stdin: bool,
+    tty: bool,
     restart_policy: &'static str,
     resources: Resources,
     egress: Option<Egress>,
@@ -167,6 +169,8 @@ impl From<&v1::Sandbox> for Sandbox {
             restart_policy: restart_policy(&spec),
             command: spec.command,
             environment: spec.environment.into_iter().collect(),
+            stdin: spec.stdin,
+            tty: spec.tty,
             resources: Resources {
                 cpus: resources.cpus,
                 memory_bytes: resources.memory_bytes,

@@ -60,7 +60,7 @@ fn golden() -> Value {
         "id": "sb-web", "name": "web", "workspace": "", "annotations": {}, "phase": "Ready", "retained": null, "driver": "vm", "machine": "qemu (tcg)",
         "run": 3, "version": 1, "image": {"name": "debian", "digest": "sha256:abc"}, "labels": {"team": "blue"},
         "created": "2023-11-14T21:56:40Z", "phase_since": "2023-11-14T22:13:20Z",
-        "command": ["run", "a b"], "environment": {"K": "V"}, "egress": null, "restart_policy": "always",
+        "command": ["run", "a b"], "environment": {"K": "V"}, "stdin": false, "tty": false, "driver_config": {}, "egress": null, "restart_policy": "always",
         "resources": {"cpus": 2, "memory_bytes": 536_870_912, "disk_bytes": 10_737_418_240_u64}, "volumes": [], "endpoints": [],
         "host": {
             "pid": 4711, "tap": "tpr-000001", "ip": "10.231.0.2", "mac": "02:00:00:00:00:01", "cid": 7, "cpus": "0-1",
