@@ -82,6 +82,8 @@ impl Host {
     fn start(folder: &Path, group: usize) -> Self {
         std::fs::create_dir_all(folder.join("state")).unwrap();
         let child = Command::new(std::env::current_exe().unwrap())
+            // As its unit has it.
+            .env("MALLOC_ARENA_MAX", "2")
             .env(FOLDER, folder)
             .env(GROUP, group.to_string())
             .stdin(Stdio::null())
