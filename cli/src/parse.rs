@@ -8,6 +8,7 @@ use std::{
 };
 
 use clap::Args;
+use torpor_sandbox::spec::NAMES_IN_DRIVER_CONFIG;
 use torpor_sdk::v1;
 
 use crate::failure::Failure;
@@ -85,16 +86,6 @@ pub fn endpoint(text: &str) -> Result<v1::Endpoint, String> {
     Ok(v1::Endpoint { name: name.to_owned(), port: port.into(), http_path: rest[end..].to_owned() })
 }
 
-/// Keys of `driver_config` whose values are names, whatever they look like.
-const NAMES: [&str; 7] = [
-    "dnsPolicy",
-    "preemptionPolicy",
-    "priorityClassName",
-    "runtimeClassName",
-    "schedulerName",
-    "serviceAccountName",
-    "storageClassName",
-];
 /// Numbers of a `google.protobuf.Struct` are doubles: whole ones below this are what was written.
 const WHOLE: f64 = 9_007_199_254_740_992.0;
 
@@ -103,7 +94,7 @@ pub fn config(text: &str) -> Result<(String, prost_types::Value), String> {
     let (key, value) = pair(text)?;
     let value = match serde_json::from_str::<serde_json::Value>(&value) {
         // A class that is called "1" or "true" is no number.
-        Ok(read) if read.is_string() || !NAMES.contains(&key.as_str()) => read,
+        Ok(read) if read.is_string() || !NAMES_IN_DRIVER_CONFIG.contains(&key.as_str()) => read,
         _ => serde_json::Value::String(value),
     };
     let value = wire(value).map_err(|problem| format!("{key}: {problem}"))?;

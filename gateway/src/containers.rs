@@ -2,13 +2,9 @@
 
 use std::path::PathBuf;
 
-use torpor_driver_container::{ContainerConfig, Engine, Finding, Level as Found, diagnose};
+use torpor_driver_container::{ContainerConfig, Engine, diagnose};
 
-use crate::{
-    Config,
-    config::EngineConfig,
-    doctor::{Check, Level},
-};
+use crate::{Config, config::EngineConfig, doctor::Check};
 
 impl EngineConfig {
     /// What the driver is told.
@@ -30,20 +26,12 @@ pub async fn doctor(config: &Config, name: &str) -> Vec<Check> {
         "docker" => (Engine::Docker, &config.docker),
         _ => (Engine::Podman, &config.podman),
     };
-    let check = |one: Finding| {
-        let level = match one.level {
-            Found::Ok => Level::Ok,
-            Found::Warn => Level::Warn,
-            Found::Fail => Level::Fail,
-        };
-        Check { level, advice: one.advice, ..Check::ok(one.name, one.finding) }
-    };
     // Which agent it is doesn't matter to the engine.
     let agent = config.find_agent();
     let mut checks: Vec<Check> = diagnose(&of.for_driver(engine, config, agent.clone().unwrap_or_default()))
         .await
         .into_iter()
-        .map(check)
+        .map(Check::from)
         .collect();
     checks.push(match agent.filter(|agent| crate::config::is_static(agent)) {
         Some(agent) => Check::ok("agent", agent.display().to_string()),

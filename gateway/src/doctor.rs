@@ -13,7 +13,8 @@ use std::{
 use nix::unistd::{AccessFlags, access};
 use serde::Serialize;
 use torpor_netpool::PoolConfig;
-use torpor_sandbox::spec::size;
+pub use torpor_sandbox::Level;
+use torpor_sandbox::{Finding, spec::size};
 
 use crate::{
     fixes,
@@ -28,18 +29,6 @@ const SPACE_NEEDED: u64 = 2 << 30;
 const MEMORY_NEEDED: u64 = 768 << 20;
 /// CAP_NET_ADMIN and CAP_SYS_ADMIN, by their numbers in linux/capability.h.
 const CAPABILITIES: [(u32, &str); 2] = [(12, "CAP_NET_ADMIN"), (21, "CAP_SYS_ADMIN")];
-
-/// How bad a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Level {
-    /// As it should be.
-    Ok,
-    /// Works, with less.
-    Warn,
-    /// Sandboxes can't run.
-    Fail,
-}
 
 /// One thing that was looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -89,6 +78,12 @@ impl Check {
     /// Sandboxes can't run.
     pub fn fail(name: &'static str, finding: impl Into<String>, advice: impl Into<String>) -> Self {
         Self { level: Level::Fail, advice: advice.into(), ..Self::ok(name, finding) }
+    }
+}
+
+impl From<Finding> for Check {
+    fn from(one: Finding) -> Self {
+        Self { level: one.level, advice: one.advice, ..Self::ok(one.name, one.finding) }
     }
 }
 

@@ -9,10 +9,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use torpor_driver_kubernetes::{ConfigError, KubernetesConfig, diagnose};
 
-use crate::{
-    Config,
-    doctor::{Check, Level},
-};
+use crate::{Config, doctor::Check};
 
 /// `[kubernetes]`: the cluster, and what its pods are like.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -134,16 +131,7 @@ pub async fn doctor(config: &Config) -> Vec<Check> {
             return vec![Check::fail("cluster", error.to_string(), advice)];
         }
     };
-    let check = |one: torpor_driver_kubernetes::Finding| {
-        use torpor_driver_kubernetes::Level as Found;
-        let level = match one.level {
-            Found::Ok => Level::Ok,
-            Found::Warn => Level::Warn,
-            Found::Fail => Level::Fail,
-        };
-        Check { level, advice: one.advice, ..Check::ok(one.name, one.finding) }
-    };
-    found.into_iter().map(check).collect()
+    found.into_iter().map(Check::from).collect()
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, fs, path::Path, time::Duration};
 use common::{World, create, phase};
 use torpor_gateway::{Gateway, admin};
 use torpor_proto::v1::{self, Phase};
-use torpor_sandbox::{Resources, RestartPolicy, SandboxId, SandboxSpec, sim::Script};
+use torpor_sandbox::{Resources, SandboxId, SandboxSpec, sim::Script};
 
 async fn list(world: &World) -> BTreeMap<String, Phase> {
     let request = v1::ListSandboxesRequest::default();
@@ -131,26 +131,14 @@ async fn a_damaged_database_keeps_the_gateway_from_starting_and_names_the_ways_o
 
 fn spec(name: &str) -> SandboxSpec {
     SandboxSpec {
-        driver: "sim".into(),
         hostname: name.into(),
-        image: "debian".into(),
-        image_digest: "sha256:sim".into(),
-        command: Vec::new(),
-        environment: BTreeMap::new(),
-        workdir: None,
-        user: None,
-        stdin: false,
-        tty: false,
-        resources: Resources { cpus: 1, memory_bytes: 1 << 29, disk_bytes: 1 << 30 },
-        restart: RestartPolicy::Never,
         stop_grace: Duration::from_secs(1),
-        machine: "auto".into(),
-        kernel: None,
-        egress: None,
-        workspace: "default".to_owned(),
-        volumes: Vec::new(),
-        endpoints: Vec::new(),
-        driver_config: Default::default(),
+        ..SandboxSpec::of(
+            "sim",
+            "debian",
+            "sha256:sim",
+            Resources { cpus: 1, memory_bytes: 1 << 29, disk_bytes: 1 << 30 },
+        )
     }
 }
 

@@ -5,6 +5,7 @@
 
 pub mod conformance;
 pub mod disk;
+pub mod doctor;
 pub mod driver;
 pub mod failpoint;
 pub mod id;
@@ -16,6 +17,7 @@ pub mod update;
 pub mod words;
 
 pub use disk::{DiskCare, DiskFormat, DiskReport};
+pub use doctor::{Finding, Level};
 pub use driver::{Capabilities, Change, ComputeDriver, DriverError, Ended, Exit, Facts, Observed, Stopped};
 pub use id::{InvalidName, Run, SandboxId, SandboxName};
 pub use images::{ImageCare, ImageFound, ImageSource, OnStep};

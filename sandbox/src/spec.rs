@@ -208,6 +208,17 @@ fn auto() -> String {
     "auto".to_owned()
 }
 
+/// Keys of the kubernetes driver's `driver_config` whose values are names: written without quotes, whatever they look like.
+pub const NAMES_IN_DRIVER_CONFIG: [&str; 7] = [
+    "dnsPolicy",
+    "preemptionPolicy",
+    "priorityClassName",
+    "runtimeClassName",
+    "schedulerName",
+    "serviceAccountName",
+    "storageClassName",
+];
+
 /// What a sandbox may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resources {
@@ -261,6 +272,32 @@ fn wrong<T>(field: &'static str, problem: impl Into<String>) -> Result<T, Invali
 }
 
 impl SandboxSpec {
+    /// One that says nothing else: no command, in the default workspace, ten seconds to end.
+    pub fn of(driver: &str, image: &str, image_digest: &str, resources: Resources) -> Self {
+        Self {
+            driver: driver.to_owned(),
+            workspace: default_workspace(),
+            hostname: String::new(),
+            image: image.to_owned(),
+            image_digest: image_digest.to_owned(),
+            command: Vec::new(),
+            environment: BTreeMap::new(),
+            workdir: None,
+            user: None,
+            stdin: false,
+            tty: false,
+            resources,
+            restart: RestartPolicy::Never,
+            stop_grace: Duration::from_secs(10),
+            machine: auto(),
+            kernel: None,
+            egress: None,
+            volumes: Vec::new(),
+            endpoints: Vec::new(),
+            driver_config: Map::new(),
+        }
+    }
+
     /// Checks every field by itself and against the host.
     ///
     /// # Errors
@@ -485,26 +522,13 @@ pub(crate) mod tests {
 
     pub(crate) fn spec() -> SandboxSpec {
         SandboxSpec {
-            driver: "sim".into(),
             hostname: "web".into(),
-            image: "debian".into(),
-            image_digest: "sha256:0".into(),
-            command: vec![],
-            environment: BTreeMap::new(),
-            workdir: None,
-            user: None,
-            stdin: false,
-            tty: false,
-            resources: Resources { cpus: 1, memory_bytes: 256 << 20, disk_bytes: 1 << 30 },
-            restart: RestartPolicy::Never,
-            stop_grace: Duration::from_secs(10),
-            machine: "auto".into(),
-            kernel: None,
-            egress: None,
-            workspace: "default".to_owned(),
-            volumes: vec![],
-            endpoints: vec![],
-            driver_config: Map::new(),
+            ..SandboxSpec::of(
+                "sim",
+                "debian",
+                "sha256:0",
+                Resources { cpus: 1, memory_bytes: 256 << 20, disk_bytes: 1 << 30 },
+            )
         }
     }
 

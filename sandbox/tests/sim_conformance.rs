@@ -8,7 +8,7 @@ use std::{
 
 use async_trait::async_trait;
 use torpor_sandbox::{
-    ComputeDriver, Exit, Resources, RestartPolicy, Run, SandboxId, SandboxSpec,
+    ComputeDriver, Exit, Resources, Run, SandboxId, SandboxSpec,
     conformance::Harness,
     sim::{Script, SimDriver},
 };
@@ -29,26 +29,13 @@ impl Harness for Sim {
 
     fn spec(&self) -> SandboxSpec {
         SandboxSpec {
-            driver: "sim".into(),
-            hostname: String::new(),
-            image: "any".into(),
-            image_digest: "sha256:any".into(),
-            command: vec![],
-            environment: Default::default(),
-            workdir: None,
-            user: None,
-            stdin: false,
-            tty: false,
-            resources: Resources { cpus: 1, memory_bytes: 128 << 20, disk_bytes: 1 << 30 },
-            restart: RestartPolicy::Never,
             stop_grace: Duration::from_secs(1),
-            machine: "auto".into(),
-            kernel: None,
-            egress: None,
-            workspace: "default".to_owned(),
-            volumes: Vec::new(),
-            endpoints: Vec::new(),
-            driver_config: Default::default(),
+            ..SandboxSpec::of(
+                "sim",
+                "any",
+                "sha256:any",
+                Resources { cpus: 1, memory_bytes: 128 << 20, disk_bytes: 1 << 30 },
+            )
         }
     }
 

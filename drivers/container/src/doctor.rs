@@ -2,40 +2,14 @@
 
 use std::path::Path;
 
+use torpor_sandbox::{Finding, Level};
+
 use crate::{
     checkpoint,
     client::{Client, EngineError, Known},
     config::ContainerConfig,
     engine::Engine,
 };
-
-/// How bad a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Level {
-    /// As it should be.
-    Ok,
-    /// Works, with less.
-    Warn,
-    /// Sandboxes can't run.
-    Fail,
-}
-
-/// One thing that was looked at.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
-    /// What ("engine").
-    pub name: &'static str,
-    /// How bad.
-    pub level: Level,
-    /// What was found.
-    pub finding: String,
-    /// What to do; empty when nothing is to be done.
-    pub advice: String,
-}
-
-fn finding(name: &'static str, level: Level, finding: impl Into<String>, advice: &str) -> Finding {
-    Finding { name, level, finding: finding.into(), advice: advice.to_owned() }
-}
 
 /// Asks the engine that the configuration names what it is and what it can do.
 pub async fn diagnose(config: &ContainerConfig) -> Vec<Finding> {
@@ -48,11 +22,11 @@ pub async fn diagnose(config: &ContainerConfig) -> Vec<Finding> {
     let mut found = facts(engine, &config.socket, &known);
     let can = checkpoint::probe(engine, &known.info, &config.criu).await;
     found.push(match can {
-        Ok(()) => finding("checkpoints", Level::Ok, "CRIU works here: suspend --memory does", ""),
+        Ok(()) => Finding::new("checkpoints", Level::Ok, "CRIU works here: suspend --memory does", ""),
         Err(cannot) => {
             let advice =
                 "suspend --memory is refused; a suspend that keeps the workspace needs no checkpoints";
-            finding("checkpoints", Level::Warn, cannot.why, advice)
+            Finding::new("checkpoints", Level::Warn, cannot.why, advice)
         }
     });
     found
@@ -73,7 +47,7 @@ fn unreached(engine: Engine, socket: &Path, error: &EngineError) -> Finding {
             "install and start {name}: {service}; or name its socket in [{name}] of the configuration"
         ),
     };
-    finding("engine", Level::Fail, format!("{error}{cause}"), &advice)
+    Finding::new("engine", Level::Fail, format!("{error}{cause}"), &advice)
 }
 
 /// What the engine says of itself.
@@ -81,40 +55,45 @@ fn facts(engine: Engine, socket: &Path, known: &Known) -> Vec<Finding> {
     let (name, info) = (engine.name(), &known.info);
     let said = |text: &str| if text.is_empty() { "not said".to_owned() } else { crate::client::said(text) };
     let mut found = vec![
-        finding("engine", Level::Ok, format!("{name} {} at {}", said(&known.version), socket.display()), ""),
-        finding("runtime", Level::Ok, said(&info.default_runtime), ""),
+        Finding::new(
+            "engine",
+            Level::Ok,
+            format!("{name} {} at {}", said(&known.version), socket.display()),
+            "",
+        ),
+        Finding::new("runtime", Level::Ok, said(&info.default_runtime), ""),
     ];
     found.push(if info.is_rootless() {
         let text = "without root: containers are of this user's namespace, and so are their addresses";
-        finding("privileges", Level::Ok, text, "")
+        Finding::new("privileges", Level::Ok, text, "")
     } else {
-        finding("privileges", Level::Ok, "with root", "")
+        Finding::new("privileges", Level::Ok, "with root", "")
     });
     found.push(match info.driver.as_str() {
         "vfs" => {
             let advice =
                 "it copies the whole image for every container: install fuse-overlayfs, or use overlay";
-            finding("storage", Level::Warn, "vfs", advice)
+            Finding::new("storage", Level::Warn, "vfs", advice)
         }
-        driver => finding("storage", Level::Ok, said(driver), ""),
+        driver => Finding::new("storage", Level::Ok, said(driver), ""),
     });
     let cgroups = format!("version {}, by {}", said(&info.cgroup_version), said(&info.cgroup_driver));
     let missing = info.missing_limits();
     found.push(if missing.is_empty() {
-        finding("limits", Level::Ok, format!("memory, CPUs and processes (cgroups {cgroups})"), "")
+        Finding::new("limits", Level::Ok, format!("memory, CPUs and processes (cgroups {cgroups})"), "")
     } else {
         let text = format!("no limit of {} (cgroups {cgroups})", missing.join(", "));
         let advice = match info.is_rootless() {
             true => "give the user's slice the controllers: Delegate=cpu memory pids for user@.service, on cgroup v2",
             false => "the host's cgroups lack the controllers: boot with them on",
         };
-        finding("limits", Level::Warn, text, advice)
+        Finding::new("limits", Level::Warn, text, advice)
     });
     if engine == Engine::Docker && !info.live_restore_enabled {
         let text = "its containers end when the daemon does, and are started again afterwards";
         let advice =
             "set \"live-restore\": true in /etc/docker/daemon.json to have them run through its upgrades";
-        found.push(finding("live-restore", Level::Ok, text, advice));
+        found.push(Finding::new("live-restore", Level::Ok, text, advice));
     }
     found
 }

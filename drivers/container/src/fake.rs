@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use torpor_sandbox::{Resources, RestartPolicy, Run, SandboxId, SandboxSpec};
+use torpor_sandbox::{Resources, Run, SandboxId, SandboxSpec};
 
 use crate::{ContainerConfig, Engine, driver::Inner, run::Record, types::Inspect};
 
@@ -144,25 +144,13 @@ fn answer(mut stream: UnixStream, world: &Mutex<World>) -> io::Result<()> {
 
 fn spec(engine: Engine) -> SandboxSpec {
     SandboxSpec {
-        driver: engine.name().into(),
         hostname: "web".into(),
-        image: "tiny".into(),
-        image_digest: "sha256:0".into(),
-        command: vec![],
-        environment: Default::default(),
-        workdir: None,
-        user: None,
-        stdin: false,
-        tty: false,
-        resources: Resources { cpus: 1, memory_bytes: 96 << 20, disk_bytes: 0 },
-        restart: RestartPolicy::Never,
         stop_grace: Duration::from_secs(5),
-        machine: "auto".into(),
-        kernel: None,
-        egress: None,
-        workspace: "default".to_owned(),
-        volumes: Vec::new(),
-        endpoints: Vec::new(),
-        driver_config: Default::default(),
+        ..SandboxSpec::of(
+            engine.name(),
+            "tiny",
+            "sha256:0",
+            Resources { cpus: 1, memory_bytes: 96 << 20, disk_bytes: 0 },
+        )
     }
 }

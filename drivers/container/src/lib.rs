@@ -32,6 +32,6 @@ mod store;
 mod types;
 
 pub use config::{ConfigError, ContainerConfig};
-pub use doctor::{Finding, Level, diagnose};
+pub use doctor::diagnose;
 pub use driver::ContainerDriver;
 pub use engine::Engine;

@@ -7,7 +7,8 @@ mod common;
 use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf, process::Command, time::Duration};
 
 use common::{Bench, busybox_tree, exec};
-use torpor_driver_container::{ContainerConfig, ContainerDriver, Engine, Level, diagnose};
+use torpor_driver_container::{ContainerConfig, ContainerDriver, Engine, diagnose};
+use torpor_sandbox::Level;
 use torpor_sandbox::{Change, ComputeDriver, DriverError, ImageSource, Keep, Observed, Run, SandboxId};
 
 const GRACE: Duration = Duration::from_secs(10);

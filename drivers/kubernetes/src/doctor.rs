@@ -7,43 +7,12 @@ use kube::{
 };
 use serde_json::{Value, json};
 
+use torpor_sandbox::{Finding, Level};
+
 use crate::{
     client::{ApiError, Cluster, GROUP, LIMIT, Lane, Served},
     config::{ConfigError, KubernetesConfig},
 };
-
-/// How bad a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Level {
-    /// As it should be.
-    Ok,
-    /// Works, with less.
-    Warn,
-    /// Sandboxes can't run.
-    Fail,
-}
-
-/// One thing that was looked at.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
-    /// What ("agent-sandbox").
-    pub name: &'static str,
-    /// How bad.
-    pub level: Level,
-    /// What was found.
-    pub finding: String,
-    /// What to do; empty when nothing is to be done.
-    pub advice: String,
-}
-
-fn finding(
-    name: &'static str,
-    level: Level,
-    finding: impl Into<String>,
-    advice: impl Into<String>,
-) -> Finding {
-    Finding { name, level, finding: finding.into(), advice: advice.into() }
-}
 
 /// The rights without which sandboxes can't run: group, resource, subresource, verbs.
 const NEEDED: [(&str, &str, &str, &[&str]); 4] = [
@@ -79,11 +48,11 @@ pub async fn diagnose(config: &KubernetesConfig) -> Result<Vec<Finding>, ConfigE
     match cluster.raw::<Value>(Lane::Fast, "/version").await {
         Ok(version) => {
             let text = version["gitVersion"].as_str().unwrap_or("an unknown version");
-            all.push(finding("cluster", Level::Ok, format!("{text} at {}", cluster.url), ""));
+            all.push(Finding::new("cluster", Level::Ok, format!("{text} at {}", cluster.url), ""));
         }
         Err(error) => {
             let advice = "look at `kubeconfig` and `context` under [kubernetes], or at the cluster";
-            all.push(finding("cluster", Level::Fail, error.to_string(), advice));
+            all.push(Finding::new("cluster", Level::Fail, error.to_string(), advice));
             return Ok(all);
         }
     }
@@ -95,7 +64,7 @@ pub async fn diagnose(config: &KubernetesConfig) -> Result<Vec<Finding>, ConfigE
     all.push(class(&cluster, "storage-class", storage, config.storage_class.as_deref()).await);
     let runtime = ("node.k8s.io", "RuntimeClass", "runtimeclasses");
     all.push(class(&cluster, "runtime-class", runtime, config.runtime_class.as_deref()).await);
-    all.push(finding("agent-image", Level::Ok, config.agent_image.clone(), ""));
+    all.push(Finding::new("agent-image", Level::Ok, config.agent_image.clone(), ""));
     Ok(all)
 }
 
@@ -103,18 +72,18 @@ async fn versions(cluster: &Cluster) -> Finding {
     let name = "agent-sandbox";
     let all = match cluster.versions().await {
         Ok(all) => all,
-        Err(error) => return finding(name, Level::Fail, error.to_string(), ""),
+        Err(error) => return Finding::new(name, Level::Fail, error.to_string(), ""),
     };
     let Some(served) = Served::best(&all) else {
         let advice = "kubectl apply -f the release's manifest.yaml";
-        return finding(name, Level::Fail, ApiError::Absent.to_string(), advice);
+        return Finding::new(name, Level::Fail, ApiError::Absent.to_string(), advice);
     };
     let text = format!("serves {}; {} is used", all.join(" and "), served.name());
     match served {
-        Served::V1beta1 => finding(name, Level::Ok, text, ""),
+        Served::V1beta1 => Finding::new(name, Level::Ok, text, ""),
         Served::V1alpha1 => {
             let advice = "update agent-sandbox to 0.5.4 or later: v1alpha1 is gone from 1.0 on";
-            finding(name, Level::Warn, text, advice)
+            Finding::new(name, Level::Warn, text, advice)
         }
     }
 }
@@ -143,16 +112,21 @@ async fn rights_in(cluster: &Cluster, namespace: &str) -> Finding {
     let advice =
         format!("bind the Role of deploy/kubernetes/rbac.yaml in {namespace} to the gateway's account");
     if let Some(failed) = failed {
-        return finding(name, Level::Warn, format!("not known in {namespace}: {failed}"), advice);
+        return Finding::new(name, Level::Warn, format!("not known in {namespace}: {failed}"), advice);
     }
     if !missing.is_empty() {
-        return finding(name, Level::Fail, format!("missing in {namespace}: {}", missing.join(", ")), advice);
+        return Finding::new(
+            name,
+            Level::Fail,
+            format!("missing in {namespace}: {}", missing.join(", ")),
+            advice,
+        );
     }
     if !missed.is_empty() {
         let text = format!("missing in {namespace}, for consoles only: {}", missed.join(", "));
-        return finding(name, Level::Warn, text, advice);
+        return Finding::new(name, Level::Warn, text, advice);
     }
-    finding(name, Level::Ok, format!("all {asked} are there in {namespace}"), "")
+    Finding::new(name, Level::Ok, format!("all {asked} are there in {namespace}"), "")
 }
 
 async fn may(
@@ -197,19 +171,22 @@ async fn class(
         Err(error) => {
             let text = format!("not known: {error}");
             return match wanted {
-                Some(_) => {
-                    finding(name, Level::Warn, text, "let the gateway's account list them, or ask an admin")
-                }
-                None => finding(name, Level::Ok, text, ""),
+                Some(_) => Finding::new(
+                    name,
+                    Level::Warn,
+                    text,
+                    "let the gateway's account list them, or ask an admin",
+                ),
+                None => Finding::new(name, Level::Ok, text, ""),
             };
         }
     };
     let shown = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
     match wanted {
         Some(wanted) if there.iter().any(|one| one == wanted) => {
-            finding(name, Level::Ok, format!("{wanted}, of {shown}"), "")
+            Finding::new(name, Level::Ok, format!("{wanted}, of {shown}"), "")
         }
-        Some(wanted) => finding(
+        Some(wanted) => Finding::new(
             name,
             Level::Fail,
             format!("'{wanted}' is not there: {shown}"),
@@ -217,14 +194,14 @@ async fn class(
         ),
         None if name == "runtime-class" => {
             let advice = "pods share their nodes' kernels; name a class of microVMs by `runtime_class` (Kata Containers)";
-            finding(name, Level::Warn, format!("none is named; there: {shown}"), advice)
+            Finding::new(name, Level::Warn, format!("none is named; there: {shown}"), advice)
         }
-        None if there.is_empty() => finding(
+        None if there.is_empty() => Finding::new(
             name,
             Level::Warn,
             "none is there: workspaces stay unbound",
             "install a storage provisioner",
         ),
-        None => finding(name, Level::Ok, format!("the cluster's default; there: {shown}"), ""),
+        None => Finding::new(name, Level::Ok, format!("the cluster's default; there: {shown}"), ""),
     }
 }

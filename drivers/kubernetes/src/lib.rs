@@ -26,6 +26,6 @@ mod store;
 mod types;
 
 pub use config::{ConfigError, KubernetesConfig};
-pub use doctor::{Finding, Level, diagnose, rights};
+pub use doctor::{diagnose, rights};
 pub use driver::KubernetesDriver;
 pub use passed::{PASSED, SAYABLE};

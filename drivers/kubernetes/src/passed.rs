@@ -3,6 +3,7 @@
 
 use k8s_openapi::api::core::v1::PodSpec;
 use serde_json::{Map, Value, json};
+use torpor_sandbox::spec::NAMES_IN_DRIVER_CONFIG;
 
 use crate::config::KubernetesConfig;
 
@@ -44,17 +45,6 @@ pub(crate) fn is_sayable(key: &str) -> bool {
     SAYABLE.contains(&key)
 }
 
-/// Fields whose value is a name, which is written without quotes.
-const NAMES: [&str; 7] = [
-    "dnsPolicy",
-    "preemptionPolicy",
-    "priorityClassName",
-    "runtimeClassName",
-    "schedulerName",
-    "serviceAccountName",
-    "storageClassName",
-];
-
 /// An entry of the administrator's list: a key, with the only value that it may have when one is named ("KEY=VALUE", the value
 /// a name or JSON).
 ///
@@ -67,7 +57,7 @@ pub(crate) fn entry(text: &str) -> Result<(&str, Option<Value>), String> {
         return Err(format!("'{shown}' is not among what a sandbox can be let say: {}", SAYABLE.join(", ")));
     }
     let Some(value) = value else { return Ok((key, None)) };
-    let value = if NAMES.contains(&key) {
+    let value = if NAMES_IN_DRIVER_CONFIG.contains(&key) {
         Value::String(value.to_owned())
     } else {
         serde_json::from_str(value).map_err(|error| format!("the value of {key} is no JSON: {error}"))?

@@ -248,8 +248,9 @@ where
                 }
             };
             parts.extensions.insert(caller.clone());
-            let rights = || rights_end(access.joined(&caller.identity.subject), caller.identity.expires);
-            let (ended, unheard) = (rights(), rights());
+            let shrank = access.joined(&caller.identity.subject);
+            let expires = caller.identity.expires;
+            let (ended, unheard) = (rights_end(shrank.clone(), expires), rights_end(shrank, expires));
             let body = Body::new(Heard { inner: body, ended: Box::pin(unheard) });
             let mut noted = Noted { access, caller, from, begun: Instant::now(), outcome: None };
             let response = inner.call(Request::from_parts(parts, body)).await?;

@@ -19,21 +19,6 @@ pub struct Sources {
     pub started: Instant,
 }
 
-/// All phases that a record can be in.
-const PHASES: [Phase; 11] = [
-    Phase::Provisioning,
-    Phase::Ready,
-    Phase::Suspending,
-    Phase::Suspended,
-    Phase::Resuming,
-    Phase::Stopping,
-    Phase::Stopped,
-    Phase::Starting,
-    Phase::Completed,
-    Phase::Error,
-    Phase::Deleting,
-];
-
 impl Sources {
     /// A scrape.
     ///
@@ -66,7 +51,7 @@ impl Sources {
     async fn records(&self, text: &mut Text) -> Result<(), StoreError> {
         let counts = self.service.store.by_phase().await?;
         let name = Name { name: "torpor_sandboxes", help: "Sandboxes by phase.", labels: ["phase"] };
-        let all = PHASES.map(|phase| {
+        let all = Phase::ALL.map(|phase| {
             let count = counts.get(phase.as_str()).copied().unwrap_or_default();
             ([phase.as_str().into()], count as f64)
         });

@@ -12,7 +12,6 @@ use torpor_sandbox::{
     Event, Phase, SandboxId, SandboxSpec, State,
     id::clip,
     lifecycle::{Next, next},
-    spec::DEFAULT_WORKSPACE,
 };
 
 use super::{
@@ -236,26 +235,9 @@ fn raw(row: &Row<'_>) -> rusqlite::Result<(Record, [String; 4])> {
 
 pub(super) fn empty_spec() -> SandboxSpec {
     SandboxSpec {
-        driver: String::new(),
-        hostname: String::new(),
-        image: String::new(),
-        image_digest: String::new(),
-        command: Vec::new(),
-        environment: BTreeMap::new(),
-        workdir: None,
-        user: None,
-        stdin: false,
-        tty: false,
-        resources: torpor_sandbox::Resources { cpus: 0, memory_bytes: 0, disk_bytes: 0 },
-        restart: torpor_sandbox::RestartPolicy::Never,
         stop_grace: Duration::ZERO,
         machine: String::new(),
-        kernel: None,
-        egress: None,
-        workspace: DEFAULT_WORKSPACE.to_owned(),
-        volumes: Vec::new(),
-        endpoints: Vec::new(),
-        driver_config: Default::default(),
+        ..SandboxSpec::of("", "", "", torpor_sandbox::Resources { cpus: 0, memory_bytes: 0, disk_bytes: 0 })
     }
 }
 

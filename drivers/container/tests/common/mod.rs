@@ -12,7 +12,7 @@ use std::{
 use futures::StreamExt as _;
 use torpor_driver_container::{ContainerConfig, ContainerDriver, Engine};
 use torpor_proto::agent::v1::{ExecInput, ExecStart, agent_client::AgentClient, exec_input, exec_output};
-use torpor_sandbox::{ComputeDriver, ImageSource, Resources, RestartPolicy, SandboxId, SandboxSpec};
+use torpor_sandbox::{ComputeDriver, ImageSource, Resources, SandboxId, SandboxSpec};
 
 /// An engine that this program started.
 pub struct Running {
@@ -150,26 +150,15 @@ impl Bench {
 
     pub fn spec(&self) -> SandboxSpec {
         SandboxSpec {
-            driver: self.engine.name().into(),
             hostname: "web".into(),
-            image: "tiny".into(),
-            image_digest: self.image.clone(),
-            command: vec![],
             environment: [("GREETING".to_owned(), "hello".to_owned())].into(),
-            workdir: None,
-            user: None,
-            stdin: false,
-            tty: false,
-            resources: Resources { cpus: 1, memory_bytes: 96 << 20, disk_bytes: 0 },
-            restart: RestartPolicy::Never,
             stop_grace: Duration::from_secs(5),
-            machine: "auto".into(),
-            kernel: None,
-            egress: None,
-            workspace: "default".to_owned(),
-            volumes: Vec::new(),
-            endpoints: Vec::new(),
-            driver_config: Default::default(),
+            ..SandboxSpec::of(
+                self.engine.name(),
+                "tiny",
+                &self.image,
+                Resources { cpus: 1, memory_bytes: 96 << 20, disk_bytes: 0 },
+            )
         }
     }
 

@@ -23,7 +23,7 @@ use torpor_netpool::{
     linux::{CgroupParent, CgroupProbe, Firewall},
 };
 use torpor_proto::agent::v1::{ExecInput, ExecStart, agent_client::AgentClient, exec_input, exec_output};
-use torpor_sandbox::{ComputeDriver as _, Resources, RestartPolicy, Run, SandboxId, SandboxSpec};
+use torpor_sandbox::{ComputeDriver as _, Resources, Run, SandboxId, SandboxSpec};
 
 /// Set when the whole test program is in a network namespace of its own.
 pub const IN_NAMESPACE: &str = "TORPOR_TEST_IN_NAMESPACE";
@@ -191,26 +191,14 @@ impl Bench {
 
     pub fn spec(&self) -> SandboxSpec {
         SandboxSpec {
-            driver: "vm".into(),
-            hostname: String::new(),
-            image: "busybox".into(),
-            image_digest: self.digest.clone(),
-            command: vec![],
             environment: [("GREETING".to_owned(), "hello".to_owned())].into(),
-            workdir: None,
-            user: None,
-            stdin: false,
-            tty: false,
-            resources: Resources { cpus: 1, memory_bytes: 192 << 20, disk_bytes: 1 << 30 },
-            restart: RestartPolicy::Never,
             stop_grace: Duration::from_secs(5),
-            machine: "auto".into(),
-            kernel: None,
-            egress: None,
-            workspace: "default".to_owned(),
-            volumes: Vec::new(),
-            endpoints: Vec::new(),
-            driver_config: Default::default(),
+            ..SandboxSpec::of(
+                "vm",
+                "busybox",
+                &self.digest,
+                Resources { cpus: 1, memory_bytes: 192 << 20, disk_bytes: 1 << 30 },
+            )
         }
     }
 
