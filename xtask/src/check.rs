@@ -21,9 +21,12 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("torpor-agent-channel", &[]),
     ("torpor-agent-files", &[]),
     ("torpor-agent", &["torpor-proto", "torpor-agent-channel", "torpor-agent-files"]),
+    // What the drivers do alike.
+    ("torpor-driver-common", &["torpor-sandbox", "torpor-proto"]),
     (
         "torpor-driver-vm",
         &[
+            "torpor-driver-common",
             "torpor-sandbox",
             "torpor-proto",
             "torpor-overlay",
@@ -36,12 +39,18 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "torpor-driver-container",
         // The last for tests: it starts engines.
-        &["torpor-sandbox", "torpor-proto", "torpor-agent-channel", "torpor-tests"],
+        &["torpor-driver-common", "torpor-sandbox", "torpor-proto", "torpor-agent-channel", "torpor-tests"],
     ),
     (
         "torpor-driver-kubernetes",
         // The last for tests: a cluster in memory.
-        &["torpor-sandbox", "torpor-proto", "torpor-agent-channel", "torpor-test-kube"],
+        &[
+            "torpor-driver-common",
+            "torpor-sandbox",
+            "torpor-proto",
+            "torpor-agent-channel",
+            "torpor-test-kube",
+        ],
     ),
     ("torpor-test-kube", &["torpor-proto", "torpor-agent-channel"]),
     ("torpor-vmm-api", &[]),

@@ -1,20 +1,15 @@
 //! The driver: what its verbs share, and the trait.
 
-use std::{
-    collections::HashMap,
-    future::Future,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use hyper::Method;
-use tokio::{
-    sync::{OwnedMutexGuard, broadcast},
-    task::AbortHandle,
-};
+use tokio::{sync::broadcast, task::AbortHandle};
 use tonic::transport::Channel;
+use torpor_driver_common::{
+    Turns,
+    files::{failed, ids as ids_in},
+};
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DriverError, Facts, Field, ImageCare, Keep, Observed, Run,
     SandboxId, SandboxSpec, Stopped,
@@ -35,26 +30,6 @@ use crate::{
 
 /// Hints that nobody has read yet; more are dropped, oldest first.
 const HINTS: usize = 1024;
-/// So many sandboxes' locks are kept before those that nobody uses are let go.
-const MANY_LOCKS: usize = 4096;
-
-/// One sandbox's locks.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Locks {
-    /// Held by a verb and by its steps: these go on when the verb is dropped, and the next one must wait.
-    verb: Arc<tokio::sync::Mutex<()>>,
-    /// Held by a step that changes something: while it lasts, nobody can tell the truth.
-    pub(crate) step: Arc<tokio::sync::Mutex<()>>,
-}
-
-impl Locks {
-    fn in_use(&self) -> bool {
-        [&self.verb, &self.step].iter().any(|lock| Arc::strong_count(lock) > 1)
-    }
-}
-
-/// What lets a verb's steps run.
-pub(crate) type Turn = Arc<OwnedMutexGuard<()>>;
 
 /// What the verbs and their steps share.
 #[derive(Debug)]
@@ -64,7 +39,7 @@ pub(crate) struct Inner {
     pub(crate) store: Store,
     pub(crate) hints: broadcast::Sender<SandboxId>,
     pub(crate) live: live::Map,
-    locks: Mutex<HashMap<SandboxId, Locks>>,
+    pub(crate) turns: Turns,
 }
 
 /// Runs sandboxes as containers of one engine.
@@ -101,8 +76,8 @@ impl Inner {
         let store = Store::open(&config.state_dir, config.engine, &config.agent)?;
         let client = Client::new(config.engine, &config.socket);
         let (hints, _) = broadcast::channel(HINTS);
-        let (live, locks) = Default::default();
-        Ok(Self { config, client, store, hints, live, locks })
+        let (live, turns) = Default::default();
+        Ok(Self { config, client, store, hints, live, turns })
     }
 
     pub(crate) fn run_dir(&self, id: &SandboxId) -> RunDir {
@@ -111,36 +86,6 @@ impl Inner {
 
     pub(crate) fn runs(&self) -> std::path::PathBuf {
         self.config.run_dir.join(self.config.engine.name())
-    }
-
-    pub(crate) fn locks(&self, id: &SandboxId) -> Locks {
-        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
-        if locks.len() >= MANY_LOCKS {
-            locks.retain(|_, locks| locks.in_use());
-        }
-        locks.entry(id.clone()).or_default().clone()
-    }
-
-    /// Waits for the verb or the dangling step before.
-    pub(crate) async fn turn(&self, id: &SandboxId) -> Turn {
-        Arc::new(self.locks(id).verb.lock_owned().await)
-    }
-
-    /// One step that changes something. It runs to its end even when the caller is dropped: an engine goes on with what it
-    /// was asked for, whoever still listens, and nobody may look or ask for something else before it is done.
-    pub(crate) async fn step<T: Send + 'static>(
-        &self,
-        id: &SandboxId,
-        turn: &Turn,
-        work: impl Future<Output = Result<T, DriverError>> + Send + 'static,
-    ) -> Result<T, DriverError> {
-        let guard = self.locks(id).step.lock_owned().await;
-        let turn = Arc::clone(turn);
-        let done = tokio::spawn(async move {
-            let _held = (turn, guard);
-            work.await
-        });
-        done.await.unwrap_or_else(|error| Err(DriverError::backend("run a step", error)))
     }
 
     /// The container of a sandbox as it is now; none when there is none that is ours.
@@ -203,13 +148,13 @@ impl Inner {
         run: Run,
     ) -> Result<Change, DriverError> {
         self.check(spec)?;
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         let (inner, wanted, spec) = (self.clone(), id.clone(), spec.clone());
-        self.step(id, &turn, async move { inner.make(&wanted, &spec, run).await }).await
+        self.turns.step(id, &turn, async move { inner.make(&wanted, &spec, run).await }).await
     }
 
     async fn make(&self, id: &SandboxId, spec: &SandboxSpec, run: Run) -> Result<Change, DriverError> {
-        let noted = self.store.write(id, spec)?;
+        let noted = self.store.specs.write(id, spec)?;
         hit("container.create.noted")?;
         if self.inspect(id).await?.is_some() {
             return Ok(noted);
@@ -316,13 +261,13 @@ impl ComputeDriver for ContainerDriver {
     }
 
     async fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
-        let turn = self.inner.turn(id).await;
+        let turn = self.inner.turns.turn(id).await;
         let (inner, wanted, spec) = (self.inner.clone(), id.clone(), spec.clone());
         let write = async move {
-            inner.store.spec(&wanted)?;
-            inner.store.write(&wanted, &spec)
+            inner.store.specs.read(&wanted)?;
+            inner.store.specs.write(&wanted, &spec)
         };
-        self.inner.step(id, &turn, write).await
+        self.inner.turns.step(id, &turn, write).await
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {
@@ -333,7 +278,7 @@ impl ComputeDriver for ContainerDriver {
         if keep == Keep::Memory {
             return self.inner.put_to_sleep(id, deadline).await;
         }
-        let turn = self.inner.turn(id).await;
+        let turn = self.inner.turns.turn(id).await;
         self.inner.put_down(id, &turn, Some(deadline)).await
     }
 
@@ -347,9 +292,9 @@ impl ComputeDriver for ContainerDriver {
 
     async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
         let mut ids = self.inner.labelled().await?;
-        let failed = |error| DriverError::backend("list the sandboxes", error);
-        ids.extend(self.inner.store.list().map_err(failed)?);
-        ids.extend(crate::files::ids(&self.inner.runs()).map_err(failed)?);
+        let runs = self.inner.runs();
+        ids.extend(self.inner.store.specs.list()?);
+        ids.extend(ids_in(&runs).map_err(|error| failed("list", &runs, error))?);
         ids.sort();
         ids.dedup();
         Ok(ids)

@@ -63,7 +63,7 @@ async fn connect(inner: &Inner) -> Result<Incoming, EngineError> {
 async fn hint_all(inner: &Inner) {
     let ids = match inner.labelled().await {
         Ok(ids) => ids,
-        Err(_) => inner.store.list().unwrap_or_default(),
+        Err(_) => inner.store.specs.list().unwrap_or_default(),
     };
     for id in ids {
         hint(inner, id);

@@ -55,7 +55,7 @@ impl Fake {
         (config.socket, config.criu) = (path("sock"), path("criu"));
         let inner = Arc::new(Inner::new(config).unwrap());
         let id = SandboxId::generate();
-        inner.store.write(&id, &spec(engine)).unwrap();
+        inner.store.specs.write(&id, &spec(engine)).unwrap();
         let labels =
             format!(r#"{{"torpor.dev/gateway":"{}","torpor.dev/sandbox":"{id}"}}"#, inner.store.identity);
         let world = Arc::new(Mutex::new(World { state, labels, ..World::default() }));

@@ -18,7 +18,6 @@ mod engine;
 mod events;
 #[cfg(test)]
 mod fake;
-mod files;
 mod images;
 mod link;
 mod live;

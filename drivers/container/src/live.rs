@@ -12,23 +12,22 @@ use std::{
 use tokio::{sync::broadcast, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
-use torpor_proto::agent::v1::{
-    EventsRequest, StatusRequest, StatusResponse, agent_client::AgentClient, event,
+use torpor_driver_common::{
+    agent::{Pauses, listen},
+    files::failed,
 };
+use torpor_proto::agent::v1::{StatusRequest, StatusResponse, agent_client::AgentClient};
 use torpor_sandbox::{DriverError, Run, SandboxId, driver::HostFacts, words};
 
 use crate::{
     driver::Inner,
-    files::failed,
     link::Link,
     run::{Record, RunDir},
     types::Inspect,
 };
 
-/// Pause before a lost stream of events is asked for again.
-const AGAIN: Duration = Duration::from_millis(250);
-/// The longest pause.
-const LONG_AGAIN: Duration = Duration::from_secs(10);
+/// Before a lost stream of events is asked for again.
+const PAUSES: Pauses = Pauses { first: Duration::from_millis(250), longest: Duration::from_secs(10) };
 
 /// The runs that are heard. Never held over a wait.
 pub(crate) type Map = Mutex<HashMap<SandboxId, Arc<Live>>>;
@@ -101,7 +100,7 @@ impl Live {
             *lock(&self.boot_id) = Some(boot_id.to_owned());
         }
         if !self.configured.swap(true, Ordering::Relaxed) {
-            tokio::spawn(listen(self.clone()));
+            tokio::spawn(hear_events(self.clone()));
         }
     }
 
@@ -166,39 +165,11 @@ impl Inner {
     }
 }
 
-/// Reads the agent's events: the end of the main command and the loss of the connection are hints.
-async fn listen(live: Arc<Live>) {
-    let mut pause = AGAIN;
-    loop {
-        let heard = tokio::select! {
-            () = live.over.cancelled() => return,
-            heard = events(&live) => heard,
-        };
-        if heard {
-            pause = AGAIN;
-            let _nobody = live.hints.send(live.id.clone()).is_err();
-        }
-        tokio::select! {
-            () = live.over.cancelled() => return,
-            () = tokio::time::sleep(pause) => pause = (pause * 2).min(LONG_AGAIN),
-        }
+/// Hears the agent of a run, until nobody needs it any more.
+async fn hear_events(live: Arc<Live>) {
+    let hint = || drop(live.hints.send(live.id.clone()));
+    tokio::select! {
+        () = live.over.cancelled() => {}
+        () = listen(|| Some(live.channel()), hint, PAUSES) => {}
     }
-}
-
-/// One stream of events, to its end. True when there was one.
-async fn events(live: &Live) -> bool {
-    let mut client = AgentClient::new(live.channel());
-    let Ok(answer) = client.events(EventsRequest {}).await else { return false };
-    let mut events = answer.into_inner();
-    let mut told = false;
-    while let Ok(Some(event)) = events.message().await {
-        // It ends once; an agent that says so all the time must not crowd out the hints of others.
-        if let Some(event::Kind::MainExit(_)) = event.kind
-            && !told
-        {
-            told = true;
-            let _nobody = live.hints.send(live.id.clone()).is_err();
-        }
-    }
-    true
 }

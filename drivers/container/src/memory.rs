@@ -16,15 +16,15 @@ use hyper::Method;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::{process::Command, time::sleep};
+use torpor_driver_common::{Turn, files::remove_tree};
 use torpor_sandbox::{DriverError, Keep, Run, SandboxId, Stopped, failpoint::hit};
 
 use crate::{
     checkpoint,
     client::{Carries, EngineError, WORK},
     container,
-    driver::{Inner, Turn},
+    driver::Inner,
     engine::Engine,
-    files::remove_tree,
     run::{Record, host_boot},
     stop::KILLED,
     types::{Checkpoint, CheckpointInspect, Inspect},
@@ -151,7 +151,7 @@ impl Inner {
         id: &SandboxId,
         deadline: Duration,
     ) -> Result<Stopped, DriverError> {
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         let (record, found) = (self.run_dir(id).record()?, self.settled(id).await?);
         let Some(found) = found else { return self.put_down(id, &turn, Some(deadline)).await };
         if found.state.is_up() {
@@ -192,7 +192,7 @@ impl Inner {
     }
 
     fn memory_bytes(&self, id: &SandboxId) -> u64 {
-        self.store.spec(id).map_or(0, |spec| spec.resources.memory_bytes)
+        self.store.specs.read(id).map_or(0, |spec| spec.resources.memory_bytes)
     }
 
     /// How long the engine may take to write the memory out, or to read it in.
@@ -259,7 +259,7 @@ impl Inner {
                 tries += 1;
             }
         };
-        self.step(id, turn, work).await
+        self.turns.step(id, turn, work).await
     }
 
     async fn is_up(&self, id: &SandboxId) -> Result<bool, EngineError> {
@@ -298,7 +298,7 @@ impl Inner {
             inner.run_dir(id).remove()?;
             Ok(Some(flushed))
         };
-        match self.step(id, turn, work).await? {
+        match self.turns.step(id, turn, work).await? {
             Some(flushed) => {
                 let detail =
                     flushed.as_ref().err().map(|why| format!("the files are not written out: {why}"));

@@ -2,7 +2,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::time::timeout;
 use tonic::transport::Channel;
 use torpor_sandbox::{DriverError, Ended, Exit, Observed, Run, SandboxId};
 
@@ -16,22 +15,20 @@ use crate::{
 
 /// How long `observe` waits for an agent.
 const AGENT_WAIT: Duration = Duration::from_millis(1200);
-/// How long `observe` waits for a step of a verb that was dropped.
-const STEP_WAIT: Duration = Duration::from_millis(500);
 /// What the agent ends with when the engine told it to: 128 + TERM.
 const TOLD: i64 = 143;
 
 impl Inner {
     pub(crate) async fn observe(self: &Arc<Self>, id: &SandboxId) -> Result<Observed, DriverError> {
-        let locks = self.locks(id);
-        // A step of a dropped verb may be half-way: what is seen now would not be what is there in a moment.
-        let Ok(quiet) = timeout(STEP_WAIT, locks.step.lock()).await else {
+        let Some(quiet) = self.turns.quiet(id).await else {
             return Ok(Observed::Unknown("a step is still under way".to_owned()));
         };
         let found = match self.inspect(id).await {
             Ok(found) => found,
             // What has no folder here has nothing in the engine.
-            Err(error) if error.is_absence() && !self.store.exists(id) && !self.run_dir(id).exists() => {
+            Err(error)
+                if error.is_absence() && !self.store.specs.exists(id) && !self.run_dir(id).exists() =>
+            {
                 return Ok(Observed::Missing);
             }
             Err(error) if error.is_absence() => {
@@ -75,7 +72,7 @@ impl Inner {
                 Observed::Ended(Ended { run: record.run, exit: Exit::Lost(text.to_owned()) })
             }
             // A start says what is missing; a delete removes what is left.
-            None if self.store.exists(id) || dir.exists() => Observed::Stopped { memory: false },
+            None if self.store.specs.exists(id) || dir.exists() => Observed::Stopped { memory: false },
             None => Observed::Missing,
         }
     }

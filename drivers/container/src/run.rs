@@ -6,12 +6,10 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use torpor_driver_common::files::{failed, make_folder, read_json, remove_tree, write_json};
 use torpor_sandbox::{DriverError, Run};
 
-use crate::{
-    files::{failed, make_folder, read_json, remove_tree, write_json},
-    types::Inspect,
-};
+use crate::types::Inspect;
 
 /// What is noted of a run, first before the engine is asked to start it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,12 +9,13 @@ use std::{
 use hyper::Method;
 use tokio::time::{sleep, timeout};
 use tonic::Code;
-use torpor_proto::agent::v1::{ConfigureRequest, MainCommand, agent_client::AgentClient};
+use torpor_driver_common::{Turn, agent::main_command};
+use torpor_proto::agent::v1::{ConfigureRequest, agent_client::AgentClient};
 use torpor_sandbox::{Change, DriverError, Keep, Run, SandboxId, SandboxSpec, failpoint::hit};
 
 use crate::{
     client::{EngineError, WORK, encoded, said},
-    driver::{Inner, Turn},
+    driver::Inner,
     live::Live,
     logs,
     memory::Note,
@@ -38,8 +39,8 @@ impl Inner {
         from: Keep,
         run: Run,
     ) -> Result<Change, DriverError> {
-        let turn = self.turn(id).await;
-        let spec = self.store.spec(id)?;
+        let turn = self.turns.turn(id).await;
+        let spec = self.store.specs.read(id)?;
         let found = self.inspect(id).await?.ok_or_else(|| {
             DriverError::DataMissing(format!("the container {} is gone", crate::container::name(id)))
         })?;
@@ -75,7 +76,8 @@ impl Inner {
             self.store.link_agent(id)?;
         }
         let (inner, wanted, before) = (self.clone(), id.clone(), found);
-        let launched = self.step(id, &turn, async move { inner.launch(&wanted, run, &before, memory).await });
+        let launched =
+            self.turns.step(id, &turn, async move { inner.launch(&wanted, run, &before, memory).await });
         let (live, record, found) = launched.await?;
         hit("container.start.launched")?;
         self.bring_up(&live, &spec, &found, record, &turn).await?;
@@ -94,7 +96,7 @@ impl Inner {
 
     async fn no_more_memory(self: &Arc<Self>, id: &SandboxId, turn: &Turn) -> Result<(), DriverError> {
         let (inner, wanted) = (self.clone(), id.clone());
-        self.step(id, turn, async move { inner.discard(&wanted).await }).await
+        self.turns.step(id, turn, async move { inner.discard(&wanted).await }).await
     }
 
     /// The container must still be of the image that the sandbox is bound to, and that image must be there.
@@ -236,7 +238,7 @@ impl Inner {
             return if news == record {
                 Ok(())
             } else {
-                self.step(id, turn, async move { dir.write(&news) }).await
+                self.turns.step(id, turn, async move { dir.write(&news) }).await
             };
         };
         let console = logs::tail(self, id, CONSOLE).await;
@@ -305,20 +307,13 @@ async fn configure(live: &Arc<Live>, spec: &SandboxSpec, found: &Inspect) -> Res
 }
 
 fn request(live: &Live, spec: &SandboxSpec, found: &Inspect) -> ConfigureRequest {
-    let main = (!spec.command.is_empty()).then(|| MainCommand {
-        argv: spec.command.clone(),
-        workdir: spec.workdir.clone().unwrap_or_default(),
-        user: spec.user.clone().unwrap_or_default(),
-        stdin: spec.stdin,
-        tty: spec.tty,
-    });
     ConfigureRequest {
         run: live.run.0,
         sandbox_id: live.id.to_string(),
         hostname: spec.hostname.clone(),
         time: Some(SystemTime::now().into()),
         environment: environment(spec, found).collect(),
-        main,
+        main: main_command(spec),
         ..ConfigureRequest::default()
     }
 }

@@ -4,13 +4,14 @@ use std::{sync::Arc, time::Duration};
 
 use hyper::Method;
 use tokio::time::{Instant, sleep, timeout_at};
+use torpor_driver_common::Turn;
 use torpor_proto::agent::v1::{ShutdownRequest, agent_client::AgentClient};
 use torpor_sandbox::{Change, DriverError, Keep, SandboxId, Stopped, failpoint::hit};
 
 use crate::{
     client::{EngineError, WORK, said},
     container::grace,
-    driver::{Inner, Turn},
+    driver::Inner,
     live::Live,
     types::Inspect,
 };
@@ -69,7 +70,7 @@ impl Inner {
             hit("container.stop.flushed")?;
             let (inner, wanted, flushed) = (self.clone(), id.clone(), stopped.flushed);
             let left = deadline.map(|_| until.saturating_duration_since(Instant::now()));
-            self.step(id, turn, async move { inner.end(&wanted, flushed, left).await }).await?;
+            self.turns.step(id, turn, async move { inner.end(&wanted, flushed, left).await }).await?;
         } else if let Some(record) = &record {
             stopped.flushed = dir.flushed(record.run);
             stopped.detail = (!stopped.flushed).then(|| "it had ended before".to_owned());
@@ -79,9 +80,9 @@ impl Inner {
         if found.is_some() {
             // Its files may be others by now, or nobody wants its memory.
             let (inner, wanted) = (self.clone(), id.clone());
-            self.step(id, turn, async move { inner.discard(&wanted).await }).await?;
+            self.turns.step(id, turn, async move { inner.discard(&wanted).await }).await?;
         }
-        self.step(id, turn, async move { dir.remove() }).await?;
+        self.turns.step(id, turn, async move { dir.remove() }).await?;
         hit("container.stop.released")?;
         Ok(stopped)
     }
@@ -95,7 +96,7 @@ impl Inner {
                 _ => Ok(()),
             }
         };
-        self.step(id, turn, unpause).await
+        self.turns.step(id, turn, unpause).await
     }
 
     /// Lets the agent end the processes and write out the files, and notes that it has: a stop that is cut short after it is
@@ -106,7 +107,7 @@ impl Inner {
             return Ok(());
         }
         shut_down(live, until).await?;
-        if let Err(error) = self.step(id, turn, async move { dir.write_flushed(run) }).await {
+        if let Err(error) = self.turns.step(id, turn, async move { dir.write_flushed(run) }).await {
             tracing::warn!(sandbox = %id, %error, "that the files are written out is not noted");
         }
         Ok(())
@@ -168,9 +169,9 @@ impl Inner {
     }
 
     pub(crate) async fn delete(self: &Arc<Self>, id: &SandboxId) -> Result<Change, DriverError> {
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         let dir = self.run_dir(id);
-        if !self.store.exists(id) && !dir.exists() {
+        if !self.store.specs.exists(id) && !dir.exists() {
             match self.inspect(id).await {
                 Ok(Some(_)) => {}
                 // What has no folder here has nothing in the engine; an engine that is gone keeps nobody.
@@ -186,7 +187,7 @@ impl Inner {
             Ok(_) => {}
         }
         let (inner, wanted) = (self.clone(), id.clone());
-        self.step(id, &turn, async move { inner.remove(&wanted).await }).await?;
+        self.turns.step(id, &turn, async move { inner.remove(&wanted).await }).await?;
         Ok(Change::Done)
     }
 
@@ -219,7 +220,7 @@ impl Inner {
         self.unhear(id);
         self.run_dir(id).remove()?;
         hit("container.delete.removed")?;
-        self.store.delete(id)?;
+        self.store.specs.delete(id)?;
         Ok(())
     }
 }

@@ -6,14 +6,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use torpor_sandbox::{Change, DriverError, SandboxId, SandboxSpec};
-
-use crate::{
-    config::ConfigError,
-    engine::Engine,
-    files::{self, failed, make_folder, read_json, remove_tree, write_json, write_whole},
-    memory::Note,
+use torpor_driver_common::{
+    Specs,
+    files::{failed, identity, make_folder, read_json, remove_file, write_json, write_whole},
 };
+use torpor_sandbox::{DriverError, SandboxId};
+
+use crate::{config::ConfigError, engine::Engine, memory::Note};
 
 /// What is noted of a sandbox's memory.
 const MEMORY: &str = "memory.json";
@@ -21,7 +20,7 @@ const MEMORY: &str = "memory.json";
 /// The durable side of the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct Store {
-    folder: PathBuf,
+    pub(crate) specs: Specs,
     /// The agent, where every container of this state directory finds it, whatever this program's own place is.
     pub(crate) agent: PathBuf,
     /// Marks the containers of this state directory among those of the engine.
@@ -41,66 +40,25 @@ impl Store {
         let identity = identity(&path).map_err(error("read or make", &path))?;
         let place = of_all.join("torpor-agent");
         keep_agent(agent, &place).map_err(error("copy the agent from", agent))?;
-        Ok(Self { folder, agent: place, identity })
-    }
-
-    fn of(&self, id: &SandboxId) -> PathBuf {
-        self.folder.join(id.as_str())
-    }
-
-    pub(crate) fn exists(&self, id: &SandboxId) -> bool {
-        self.of(id).exists()
-    }
-
-    pub(crate) fn spec(&self, id: &SandboxId) -> Result<SandboxSpec, DriverError> {
-        let path = self.of(id).join("spec.json");
-        match read_json(&path)? {
-            Some(spec) => Ok(spec),
-            None if self.exists(id) => {
-                Err(DriverError::DataMissing(format!("{} is missing", path.display())))
-            }
-            None => Err(DriverError::Missing),
-        }
-    }
-
-    /// Written before the engine hears of the sandbox: what has no folder here has nothing there.
-    pub(crate) fn write(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
-        let folder = self.of(id);
-        let path = folder.join("spec.json");
-        match read_json::<SandboxSpec>(&path)? {
-            Some(old) if old == *spec => return Ok(Change::Already),
-            Some(old) if old.image_digest != spec.image_digest => {
-                return Err(DriverError::Invalid(
-                    "image: the image of a sandbox can't be changed".to_owned(),
-                ));
-            }
-            _ => {}
-        }
-        make_folder(&folder).map_err(|error| failed("make", &folder, error))?;
-        write_json(&path, spec)?;
-        Ok(Change::Done)
+        Ok(Self { specs: Specs::new(folder), agent: place, identity })
     }
 
     /// What is noted of its memory.
     pub(crate) fn note(&self, id: &SandboxId) -> Result<Option<Note>, DriverError> {
-        read_json(&self.of(id).join(MEMORY))
+        read_json(&self.specs.of(id).join(MEMORY))
     }
 
     pub(crate) fn write_note(&self, id: &SandboxId, note: &Note) -> Result<(), DriverError> {
-        write_json(&self.of(id).join(MEMORY), note)
+        write_json(&self.specs.of(id).join(MEMORY), note)
     }
 
     pub(crate) fn remove_note(&self, id: &SandboxId) -> Result<(), DriverError> {
-        let path = self.of(id).join(MEMORY);
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", &path, error)),
-            _ => Ok(()),
-        }
+        remove_file(&self.specs.of(id).join(MEMORY))
     }
 
     /// The agent as the sandbox's container mounts it.
     pub(crate) fn agent_of(&self, id: &SandboxId) -> PathBuf {
-        self.of(id).join("torpor-agent")
+        self.specs.of(id).join("torpor-agent")
     }
 
     /// Gives a sandbox the present agent, from its next start on. One whose memory is kept must find the one that it was
@@ -116,25 +74,6 @@ impl Store {
         let linked = fs::hard_link(&self.agent, &new).and_then(|()| fs::rename(&new, &place));
         linked.map_err(|error| failed("link the agent as", &place, error))
     }
-
-    pub(crate) fn delete(&self, id: &SandboxId) -> Result<bool, DriverError> {
-        remove_tree(&self.of(id))
-    }
-
-    pub(crate) fn list(&self) -> io::Result<Vec<SandboxId>> {
-        files::ids(&self.folder)
-    }
-}
-
-fn identity(path: &Path) -> io::Result<String> {
-    match fs::read_to_string(path) {
-        Ok(text) if !text.trim().is_empty() => return Ok(text.trim().to_owned()),
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let new = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
-    write_whole(path, new.as_bytes(), 0o600)?;
-    Ok(new.trim().to_owned())
 }
 
 /// Containers that run keep the agent that they were started with.

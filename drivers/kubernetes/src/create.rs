@@ -32,9 +32,9 @@ impl Inner {
         id: &SandboxId,
         spec: &SandboxSpec,
     ) -> Result<Change, DriverError> {
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         let (inner, wanted, spec) = (self.clone(), id.clone(), spec.clone());
-        self.step(id, &turn, async move { inner.make(&wanted, &spec).await }).await
+        self.turns.step(id, &turn, async move { inner.make(&wanted, &spec).await }).await
     }
 
     async fn make(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
@@ -44,7 +44,7 @@ impl Inner {
             served => served?,
         };
         let namespace = self.namespace_for(&spec.workspace);
-        let noted = self.store.write(id, spec)?;
+        let noted = self.store.specs.write(id, spec)?;
         hit("kubernetes.create.noted")?;
         let made_claim = if manifest::has_own_claim(&self.config, spec) {
             self.make_claim(id, spec, &namespace).await?
@@ -147,11 +147,11 @@ impl Inner {
     }
 
     pub(crate) async fn delete(self: &Arc<Self>, id: &SandboxId) -> Result<Change, DriverError> {
-        let turn = self.turn(id).await;
-        let known = self.store.exists(id);
+        let turn = self.turns.turn(id).await;
+        let known = self.store.specs.exists(id);
         self.unhear(id);
         let (inner, wanted) = (self.clone(), id.clone());
-        let removed = self.step(id, &turn, async move { inner.remove(&wanted).await }).await;
+        let removed = self.turns.step(id, &turn, async move { inner.remove(&wanted).await }).await;
         match removed {
             // What has no folder here has nothing in the cluster; a cluster that is gone keeps nobody.
             Err(DriverError::Unreachable(_)) if !known => Ok(Change::Already),
@@ -169,7 +169,7 @@ impl Inner {
         hit("kubernetes.delete.removed")?;
         let had_claim = self.remove_claim(id, &namespace).await?;
         hit("kubernetes.delete.unclaimed")?;
-        self.store.delete(id)?;
+        self.store.specs.delete(id)?;
         self.failures.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(id);
         Ok(had_sandbox || had_claim)
     }
@@ -274,7 +274,7 @@ impl Inner {
 
     /// Every sandbox that has an object, a claim or a folder.
     pub(crate) async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
-        let mut all: BTreeSet<SandboxId> = self.store.list()?.into_iter().collect();
+        let mut all: BTreeSet<SandboxId> = self.store.specs.list()?.into_iter().collect();
         if self.cache.is_live() {
             all.extend(self.cache.ids());
         } else {

@@ -2,19 +2,15 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    future::Future,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
 use async_trait::async_trait;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use tokio::{
-    sync::{OwnedMutexGuard, broadcast},
-    task::AbortHandle,
-    time::Instant,
-};
+use tokio::{sync::broadcast, task::AbortHandle, time::Instant};
 use tonic::transport::Channel;
+use torpor_driver_common::Turns;
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DriverError, Facts, ImageCare, Keep, Observed, Run, SandboxId,
     SandboxSpec, Stopped,
@@ -32,28 +28,8 @@ use crate::{
 
 /// Hints that nobody has read yet; more are dropped, oldest first.
 const HINTS: usize = 65_536;
-/// So many sandboxes' locks are kept before those that nobody uses are let go.
-const MANY_LOCKS: usize = 4096;
 /// The end of a pod's log that is asked for, bytes at most.
 const LOG_LIMIT: usize = 64 << 10;
-
-/// One sandbox's locks.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Locks {
-    /// Held by a verb and by its steps: these go on when the verb is dropped, and the next one must wait.
-    verb: Arc<tokio::sync::Mutex<()>>,
-    /// Held by a step that changes something: while it lasts, nobody can tell the truth.
-    pub(crate) step: Arc<tokio::sync::Mutex<()>>,
-}
-
-impl Locks {
-    fn in_use(&self) -> bool {
-        [&self.verb, &self.step].iter().any(|lock| Arc::strong_count(lock) > 1)
-    }
-}
-
-/// What lets a verb's steps run.
-pub(crate) type Turn = Arc<OwnedMutexGuard<()>>;
 
 /// Pods of a sandbox that failed by themselves, one after the other.
 #[derive(Clone, Copy, Debug)]
@@ -73,7 +49,7 @@ pub(crate) struct Inner {
     pub(crate) hints: broadcast::Sender<SandboxId>,
     pub(crate) live: live::Map,
     pub(crate) failures: Mutex<HashMap<SandboxId, Failures>>,
-    locks: Mutex<HashMap<SandboxId, Locks>>,
+    pub(crate) turns: Turns,
 }
 
 /// Runs sandboxes as Sandbox objects of one cluster.
@@ -110,7 +86,7 @@ impl KubernetesDriver {
             hints,
             live: live::Map::default(),
             failures: Mutex::default(),
-            locks: Mutex::default(),
+            turns: Turns::default(),
         });
         let mut tasks = cache::watch_all(&inner);
         tasks.push(tokio::spawn(live::tidy(inner.clone())).abort_handle());
@@ -145,41 +121,11 @@ impl Inner {
         if self.config.namespaces.is_empty() {
             return Ok(self.cluster.namespace.clone());
         }
-        match self.store.spec(id) {
+        match self.store.specs.read(id) {
             Ok(spec) => Ok(self.namespace_for(&spec.workspace)),
             Err(DriverError::Missing) => Ok(self.cluster.namespace.clone()),
             Err(error) => Err(error),
         }
-    }
-
-    pub(crate) fn locks(&self, id: &SandboxId) -> Locks {
-        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
-        if locks.len() >= MANY_LOCKS {
-            locks.retain(|_, locks| locks.in_use());
-        }
-        locks.entry(id.clone()).or_default().clone()
-    }
-
-    /// Waits for the verb or the dangling step before.
-    pub(crate) async fn turn(&self, id: &SandboxId) -> Turn {
-        Arc::new(self.locks(id).verb.lock_owned().await)
-    }
-
-    /// One step that changes something. It runs to its end even when the caller is dropped: a server goes on with what it
-    /// was asked for, whoever still listens, and nobody may look or ask for something else before it is done.
-    pub(crate) async fn step<T: Send + 'static>(
-        &self,
-        id: &SandboxId,
-        turn: &Turn,
-        work: impl Future<Output = Result<T, DriverError>> + Send + 'static,
-    ) -> Result<T, DriverError> {
-        let guard = self.locks(id).step.lock_owned().await;
-        let turn = Arc::clone(turn);
-        let done = tokio::spawn(async move {
-            let _held = (turn, guard);
-            work.await
-        });
-        done.await.unwrap_or_else(|error| Err(DriverError::backend("run a step", error)))
     }
 
     /// The Sandbox object as it is now; none when there is none that is ours.
@@ -315,7 +261,7 @@ impl ComputeDriver for KubernetesDriver {
         if keep == Keep::Memory {
             return Err(no_memory());
         }
-        let turn = self.inner.turn(id).await;
+        let turn = self.inner.turns.turn(id).await;
         self.inner.put_down(id, &turn, deadline).await
     }
 

@@ -15,16 +15,14 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
-use torpor_proto::agent::v1::{
-    EventsRequest, StatusRequest, StatusResponse, agent_client::AgentClient, event,
-};
+use torpor_driver_common::agent::{Pauses, listen};
+use torpor_proto::agent::v1::{StatusRequest, StatusResponse, agent_client::AgentClient};
 use torpor_sandbox::{Run, SandboxId, words};
 
 use crate::{driver::Inner, link, store::Record};
 
-/// Pause before a lost stream of events is asked for again, and the longest.
-const AGAIN: Duration = Duration::from_millis(500);
-const LONG_AGAIN: Duration = Duration::from_secs(30);
+/// Before a lost stream of events is asked for again.
+const PAUSES: Pauses = Pauses { first: Duration::from_millis(500), longest: Duration::from_secs(30) };
 /// A connection that nobody has used for so long is let go: every one of them is one of the API server's.
 const IDLE: Duration = Duration::from_secs(60);
 
@@ -83,7 +81,7 @@ impl Live {
             *lock(&self.boot_id) = Some(boot_id.to_owned());
         }
         if !self.configured.swap(true, Ordering::Relaxed) && self.main {
-            tokio::spawn(listen(self.clone(), Arc::downgrade(inner)));
+            tokio::spawn(hear_events(self.clone(), Arc::downgrade(inner)));
         }
     }
 
@@ -117,7 +115,7 @@ impl Inner {
             }
             known.over.cancel();
         }
-        let main = self.store.spec(id).is_ok_and(|spec| !spec.command.is_empty());
+        let main = self.store.specs.read(id).is_ok_and(|spec| !spec.command.is_empty());
         let live = Arc::new(Live {
             id: id.clone(),
             run: record.run,
@@ -157,42 +155,12 @@ pub(crate) async fn tidy(inner: Arc<Inner>) {
     }
 }
 
-/// Reads the agent's events: the end of the main command is a hint.
-async fn listen(live: Arc<Live>, inner: std::sync::Weak<Inner>) {
-    let mut pause = AGAIN;
-    loop {
-        let Some(inner) = inner.upgrade() else { return };
-        let channel = live.channel(&inner);
-        drop(inner);
-        let heard = tokio::select! {
-            () = live.over.cancelled() => return,
-            heard = events(&live, channel) => heard,
-        };
-        if heard {
-            pause = AGAIN;
-            let _nobody = live.hints.send(live.id.clone()).is_err();
-        }
-        tokio::select! {
-            () = live.over.cancelled() => return,
-            () = tokio::time::sleep(pause) => pause = (pause * 2).min(LONG_AGAIN),
-        }
+/// Hears the agent of a run, until nobody needs it any more or the driver is gone.
+async fn hear_events(live: Arc<Live>, inner: std::sync::Weak<Inner>) {
+    let channel = || inner.upgrade().map(|inner| live.channel(&inner));
+    let hint = || drop(live.hints.send(live.id.clone()));
+    tokio::select! {
+        () = live.over.cancelled() => {}
+        () = listen(channel, hint, PAUSES) => {}
     }
-}
-
-/// One stream of events, to its end. True when there was one.
-async fn events(live: &Live, channel: Channel) -> bool {
-    let mut client = AgentClient::new(channel);
-    let Ok(answer) = client.events(EventsRequest {}).await else { return false };
-    let mut events = answer.into_inner();
-    let mut told = false;
-    while let Ok(Some(event)) = events.message().await {
-        // It ends once; an agent that says so all the time must not crowd out the hints of others.
-        if let Some(event::Kind::MainExit(_)) = event.kind
-            && !told
-        {
-            told = true;
-            let _nobody = live.hints.send(live.id.clone()).is_err();
-        }
-    }
-    true
 }

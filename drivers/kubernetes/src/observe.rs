@@ -2,7 +2,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::time::timeout;
 use tonic::transport::Channel;
 use torpor_sandbox::{DriverError, Ended, Exit, Observed, Run, SandboxId, words};
 
@@ -17,17 +16,13 @@ use crate::{
 
 /// How long `observe` waits for an agent: it may have to connect first.
 const AGENT_WAIT: Duration = Duration::from_secs(3);
-/// How long `observe` waits for a step of a verb that was dropped.
-const STEP_WAIT: Duration = Duration::from_millis(500);
 
 impl Inner {
     pub(crate) async fn observe(self: &Arc<Self>, id: &SandboxId) -> Result<Observed, DriverError> {
-        let locks = self.locks(id);
-        // A step of a dropped verb may be half-way: what is seen now would not be what is there in a moment.
-        let Ok(quiet) = timeout(STEP_WAIT, locks.step.lock()).await else {
+        let Some(quiet) = self.turns.quiet(id).await else {
             return Ok(Observed::Unknown("a step is still under way".to_owned()));
         };
-        let known = self.store.exists(id);
+        let known = self.store.specs.exists(id);
         let view = match self.view(id).await {
             Ok(view) => view,
             // What has no folder here has nothing in the cluster.

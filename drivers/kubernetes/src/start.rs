@@ -10,13 +10,14 @@ use kube::api::{Patch, PatchParams};
 use serde_json::json;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tonic::Code;
-use torpor_proto::agent::v1::{ConfigureRequest, MainCommand, agent_client::AgentClient};
+use torpor_driver_common::{Turn, agent::main_command};
+use torpor_proto::agent::v1::{ConfigureRequest, agent_client::AgentClient};
 use torpor_sandbox::{Change, DriverError, Run, SandboxId, SandboxSpec, failpoint::hit, words};
 
 use crate::{
     cache::{News, View},
     client::{LIMIT, Lane, MANAGER},
-    driver::{Failures, Inner, Turn},
+    driver::{Failures, Inner},
     live::Live,
     manifest,
     store::Record,
@@ -51,8 +52,8 @@ enum Came {
 
 impl Inner {
     pub(crate) async fn start(self: &Arc<Self>, id: &SandboxId, run: Run) -> Result<Change, DriverError> {
-        let turn = self.turn(id).await;
-        let spec = self.store.spec(id)?;
+        let turn = self.turns.turn(id).await;
+        let spec = self.store.specs.read(id)?;
         let found = self.get_sandbox(id).await?.ok_or_else(|| missing(id))?;
         let seen = Seen::from(&found);
         if seen.deleting {
@@ -75,7 +76,7 @@ impl Inner {
         self.see_no_pod(id).await?;
         self.pause_after_failures(id).await;
         let (inner, wanted) = (self.clone(), id.clone());
-        let record = self.step(id, &turn, async move { inner.wake(&wanted, run).await }).await?;
+        let record = self.turns.step(id, &turn, async move { inner.wake(&wanted, run).await }).await?;
         hit("kubernetes.start.woken")?;
         self.bring_up(id, &spec, record, &turn).await?;
         self.note_claims(id, &spec, &found).await?;
@@ -300,7 +301,7 @@ impl Inner {
         record: Record,
     ) -> Result<(), DriverError> {
         let (inner, wanted) = (self.clone(), id.clone());
-        self.step(id, turn, async move { inner.store.note(&wanted, &record) }).await
+        self.turns.step(id, turn, async move { inner.store.note(&wanted, &record) }).await
     }
 
     async fn wait_for_pod(
@@ -450,20 +451,13 @@ fn came(view: &View, record: &Record, at_last: bool) -> Option<Came> {
 }
 
 fn request(live: &Live, spec: &SandboxSpec) -> ConfigureRequest {
-    let main = (!spec.command.is_empty()).then(|| MainCommand {
-        argv: spec.command.clone(),
-        workdir: spec.workdir.clone().unwrap_or_default(),
-        user: spec.user.clone().unwrap_or_default(),
-        stdin: spec.stdin,
-        tty: spec.tty,
-    });
     ConfigureRequest {
         run: live.run.0,
         sandbox_id: live.id.to_string(),
         hostname: spec.hostname.clone(),
         time: Some(SystemTime::now().into()),
         environment: spec.environment.clone().into_iter().collect(),
-        main,
+        main: main_command(spec),
         ..ConfigureRequest::default()
     }
 }

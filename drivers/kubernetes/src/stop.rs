@@ -3,12 +3,13 @@
 use std::{sync::Arc, time::Duration};
 
 use tokio::time::{Instant, timeout_at};
+use torpor_driver_common::Turn;
 use torpor_proto::agent::v1::{ShutdownRequest, agent_client::AgentClient};
 use torpor_sandbox::{DriverError, Keep, SandboxId, Stopped, failpoint::hit, words};
 
 use crate::{
     cache::View,
-    driver::{Inner, Turn},
+    driver::Inner,
     live::Live,
     store::Record,
     types::{Mode, Phase, Seen, name},
@@ -67,7 +68,8 @@ impl Inner {
         }
         hit("kubernetes.stop.flushed")?;
         let (inner, wanted) = (self.clone(), id.clone());
-        let told = self.step(id, turn, async move { inner.patch_mode(&wanted, false, None).await }).await?;
+        let told =
+            self.turns.step(id, turn, async move { inner.patch_mode(&wanted, false, None).await }).await?;
         hit("kubernetes.stop.asked")?;
         let generation = told.as_ref().map(|told| Seen::from(told).generation).unwrap_or_default();
         self.see_down(id, generation, &view).await?;
@@ -80,7 +82,7 @@ impl Inner {
 
     async fn forget(self: &Arc<Self>, id: &SandboxId, turn: &Turn) -> Result<(), DriverError> {
         let (inner, wanted) = (self.clone(), id.clone());
-        self.step(id, turn, async move { inner.store.forget_run(&wanted) }).await
+        self.turns.step(id, turn, async move { inner.store.forget_run(&wanted) }).await
     }
 
     /// Lets the agent end the processes and write out the files, and notes that it has: a stop that is cut short after it

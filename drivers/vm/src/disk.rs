@@ -13,6 +13,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use torpor_driver_common::{Turn, turns::blocking};
 use torpor_overlay::{Block, Format, Lock, Raw};
 use torpor_sandbox::{
     DriverError, SandboxId,
@@ -22,11 +23,7 @@ use torpor_sandbox::{
     },
 };
 
-use crate::{
-    driver::{Turn, VmDriver},
-    errors,
-    host::Host,
-};
+use crate::{driver::VmDriver, errors, host::Host};
 
 /// What an overlay's tables count in, bytes.
 const CLUSTER: u64 = 64 << 10;
@@ -50,11 +47,11 @@ impl DiskCare for VmDriver {
             return self.at_rest(id, move |host| checked_report(host, &wanted)).await;
         }
         let host = self.host.clone();
-        self.blocking(move || report(&host, &wanted)).await
+        blocking(move || report(&host, &wanted)).await
     }
 
     async fn grow(&self, id: &SandboxId, bytes: u64) -> Result<u64, DriverError> {
-        let (turn, wanted) = (self.turn(id).await, id.clone());
+        let (turn, wanted) = (self.turns.turn(id).await, id.clone());
         let Some(vm) = self.live(id).await?.filter(|vm| vm.seen().exit.is_none()) else {
             return self.at_rest_in(turn, move |host| grow(host, &wanted, bytes)).await;
         };
@@ -93,7 +90,7 @@ impl VmDriver {
         id: &SandboxId,
         work: impl FnOnce(&Host) -> Result<T, DriverError> + Send + 'static,
     ) -> Result<T, DriverError> {
-        self.at_rest_in(self.turn(id).await, work).await
+        self.at_rest_in(self.turns.turn(id).await, work).await
     }
 
     async fn at_rest_in<T: Send + 'static>(
@@ -102,7 +99,7 @@ impl VmDriver {
         work: impl FnOnce(&Host) -> Result<T, DriverError> + Send + 'static,
     ) -> Result<T, DriverError> {
         let host = self.host.clone();
-        self.blocking(move || {
+        blocking(move || {
             let _turn = turn;
             work(&host)
         })

@@ -1,17 +1,18 @@
 //! The verbs.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::BTreeSet,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
 use async_trait::async_trait;
 use tokio::{
-    sync::{OwnedMutexGuard, broadcast},
+    sync::broadcast,
     time::{Instant, timeout},
 };
 use tonic::transport::Channel;
+use torpor_driver_common::{Turn, Turns, turns::blocking};
 use torpor_netpool::{GuestNet, Ledger};
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DiskCare, DriverError, Ended, Exit, Facts, Field, Observed, Run,
@@ -37,38 +38,12 @@ use crate::{
 
 /// How long `observe` waits for an agent.
 const AGENT_WAIT: Duration = Duration::from_millis(1200);
-/// How long `observe` waits for a step of a verb that was dropped.
-const STEP_WAIT: Duration = Duration::from_millis(500);
 /// How long a killed process may take to go: longer means that it hangs in the kernel.
 const KILL_WAIT: Duration = Duration::from_secs(10);
 /// How long the console of a living VM is waited for.
 const CONSOLE_WAIT: Duration = Duration::from_millis(500);
 /// Hints that nobody has read yet; more are dropped, oldest first.
 const HINTS: usize = 1024;
-
-/// So many sandboxes' locks are kept before those that nobody uses are let go.
-const MANY_LOCKS: usize = 4096;
-
-/// One sandbox's locks.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Locks {
-    /// Held by a verb, and by its blocking steps: these go on when the verb is dropped, and the next one must wait.
-    verb: Arc<tokio::sync::Mutex<()>>,
-    /// Held by a blocking step that changes something: while it lasts, nobody can tell the truth.
-    step: Arc<tokio::sync::Mutex<()>>,
-    /// Held while its VM is looked for and taken up, so that it has one watcher.
-    pub(crate) adopt: Arc<tokio::sync::Mutex<()>>,
-}
-
-impl Locks {
-    /// Whether somebody holds or waits for one: who does has a clone of it.
-    fn in_use(&self) -> bool {
-        [&self.verb, &self.step, &self.adopt].iter().any(|lock| Arc::strong_count(lock) > 1)
-    }
-}
-
-/// What lets a verb's steps run.
-pub(crate) type Turn = Arc<OwnedMutexGuard<()>>;
 
 /// Runs sandboxes as virtual machines on this host.
 pub struct VmDriver {
@@ -79,7 +54,7 @@ pub struct VmDriver {
     /// Whose disks the host has no room for.
     pub(crate) shortages: broadcast::Sender<SandboxId>,
     pub(crate) live: Live,
-    locks: Mutex<HashMap<SandboxId, Locks>>,
+    pub(crate) turns: Turns,
     /// Whose loan, process and TAP did not agree at the last sweep.
     pub(crate) odd: Mutex<BTreeSet<SandboxId>>,
     /// Last: given up when all else is. Not the host's, which outlives the driver in steps that nobody waits for any more.
@@ -124,8 +99,8 @@ impl VmDriver {
         tracing::info!(machine = machines.choice(), "the machine of sandboxes that name none");
         let host = Arc::new(Host::new(&config, store, assets, ledger, machines));
         let ((hints, _), (shortages, _)) = (broadcast::channel(HINTS), broadcast::channel(HINTS));
-        let (live, locks, odd) = Default::default();
-        Ok(Arc::new(Self { config, host, probe, hints, shortages, live, locks, odd, _owner: owner }))
+        let (live, turns, odd) = Default::default();
+        Ok(Arc::new(Self { config, host, probe, hints, shortages, live, turns, odd, _owner: owner }))
     }
 
     /// What was found out about this host's KVM.
@@ -133,47 +108,15 @@ impl VmDriver {
         &self.probe
     }
 
-    pub(crate) fn locks(&self, id: &SandboxId) -> Locks {
-        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
-        if locks.len() >= MANY_LOCKS {
-            locks.retain(|_, locks| locks.in_use());
-        }
-        locks.entry(id.clone()).or_default().clone()
-    }
-
-    /// Whether a verb or a step of it is under way, or waits.
-    pub(crate) fn is_busy(&self, id: &SandboxId) -> bool {
-        self.locks.lock().unwrap_or_else(PoisonError::into_inner).get(id).is_some_and(Locks::in_use)
-    }
-
-    /// Waits for the verb or the dangling step before.
-    pub(crate) async fn turn(&self, id: &SandboxId) -> Turn {
-        Arc::new(self.locks(id).verb.lock_owned().await)
-    }
-
-    /// One blocking step. It runs to its end even when the caller is dropped.
+    /// One step that changes something on the host, which blocks. It runs to its end even when the caller is dropped.
     pub(crate) async fn step<T: Send + 'static>(
         &self,
         id: &SandboxId,
         turn: &Turn,
         work: impl FnOnce(&Host) -> Result<T, DriverError> + Send + 'static,
     ) -> Result<T, DriverError> {
-        let guard = self.locks(id).step.lock_owned().await;
-        let (turn, host) = (Arc::clone(turn), Arc::clone(&self.host));
-        self.blocking(move || {
-            let _held = (turn, guard);
-            work(&host)
-        })
-        .await
-    }
-
-    pub(crate) async fn blocking<T: Send + 'static>(
-        &self,
-        work: impl FnOnce() -> Result<T, DriverError> + Send + 'static,
-    ) -> Result<T, DriverError> {
-        tokio::task::spawn_blocking(work)
-            .await
-            .unwrap_or_else(|error| Err(DriverError::backend("run a step", error)))
+        let host = Arc::clone(&self.host);
+        self.turns.blocking_step(id, turn, move || work(&host)).await
     }
 
     /// Checks, borrows and starts; the VM runs afterwards, its guest boots.
@@ -184,7 +127,7 @@ impl VmDriver {
         turn: &Turn,
     ) -> Result<(Arc<Vm>, SandboxSpec), DriverError> {
         let (host, wanted) = (Arc::clone(&self.host), id.clone());
-        let prepared = self.blocking(move || host.prepare(&wanted, run)).await?;
+        let prepared = blocking(move || host.prepare(&wanted, run)).await?;
         let spec = prepared.spec.clone();
         let wanted = id.clone();
         let launched = self.step(id, turn, move |host| {
@@ -280,7 +223,7 @@ impl VmDriver {
         read: fn(&RunDir) -> T,
     ) -> Result<Option<T>, DriverError> {
         let (host, dir) = (Arc::clone(&self.host), self.host.run_dir(id));
-        self.blocking(move || {
+        blocking(move || {
             if !dir.exists() {
                 return Ok(None);
             }
@@ -299,7 +242,7 @@ impl VmDriver {
     async fn bring_up(&self, vm: &Arc<Vm>, spec: &SandboxSpec, turn: &Turn) -> Result<(), DriverError> {
         let id = &vm.record.sandbox;
         let (host, of) = (Arc::clone(&self.host), Arc::clone(vm));
-        let network = self.blocking(move || Ok(of.network(&host))).await?;
+        let network = blocking(move || Ok(of.network(&host))).await?;
         let Err(cause) = vm.wait_ready(spec, network, self.config.boot_timeout).await else {
             // A later gateway must know that there is something to flush before anybody hears that it is ready.
             return match vm.news() {
@@ -373,7 +316,7 @@ impl ComputeDriver for VmDriver {
     }
 
     async fn create(&self, id: &SandboxId, spec: &SandboxSpec, _run: Run) -> Result<Change, DriverError> {
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         let (wanted, spec) = (id.clone(), spec.clone());
         self.step(id, &turn, move |host| {
             let base = host.assets.base(&spec.image_digest)?;
@@ -389,7 +332,7 @@ impl ComputeDriver for VmDriver {
         if self.watched(id).is_some_and(|vm| holds(&vm)) {
             return Ok(Change::Already);
         }
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         let (wanted_id, own) = (id.clone(), spec.egress.clone());
         let noted = self.step(id, &turn, move |host| host.store.note_egress(&wanted_id, &own)).await?;
         let Some(vm) = self.live(id).await?.filter(|vm| !holds(vm) && !vm.seen().gone) else {
@@ -415,7 +358,7 @@ impl ComputeDriver for VmDriver {
     }
 
     async fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         let (wanted, spec) = (id.clone(), spec.clone());
         self.step(id, &turn, move |host| host.store.update(&wanted, &spec)).await
     }
@@ -426,7 +369,7 @@ impl ComputeDriver for VmDriver {
                 "this driver keeps no memory images; start from the disk".into(),
             ));
         }
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         if let Some(vm) = self.live(id).await? {
             if vm.record.run != run {
                 let text = format!(
@@ -436,7 +379,7 @@ impl ComputeDriver for VmDriver {
                 return Err(DriverError::Invalid(text));
             }
             let (host, wanted) = (Arc::clone(&self.host), id.clone());
-            let spec = self.blocking(move || host.store.spec(&wanted)).await?;
+            let spec = blocking(move || host.store.spec(&wanted)).await?;
             self.bring_up(&vm, &spec, &turn).await?;
             return Ok(Change::Already);
         }
@@ -454,12 +397,12 @@ impl ComputeDriver for VmDriver {
         if keep == Keep::Memory {
             return Err(DriverError::Unsupported("this driver can't keep memory; suspend without it".into()));
         }
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         self.put_down(id, &turn, Some(deadline)).await
     }
 
     async fn delete(&self, id: &SandboxId) -> Result<Change, DriverError> {
-        let turn = self.turn(id).await;
+        let turn = self.turns.turn(id).await;
         let ran = self.live(id).await?.is_some() || self.leftovers(id, |_| ()).await?.is_some();
         self.put_down(id, &turn, None).await?;
         hit("vm.delete.ended")?;
@@ -469,9 +412,7 @@ impl ComputeDriver for VmDriver {
     }
 
     async fn observe(&self, id: &SandboxId) -> Result<Observed, DriverError> {
-        let locks = self.locks(id);
-        // A step of a dropped verb may be half-way: what is seen now would not be what is there in a moment.
-        let Ok(quiet) = timeout(STEP_WAIT, locks.step.lock()).await else {
+        let Some(quiet) = self.turns.quiet(id).await else {
             return Ok(Observed::Unknown("a step is still under way".to_owned()));
         };
         let vm = self.live(id).await?;
@@ -483,13 +424,13 @@ impl ComputeDriver for VmDriver {
             return Ok(seen);
         }
         let (host, wanted) = (Arc::clone(&self.host), id.clone());
-        let stored = self.blocking(move || Ok(host.store.exists(&wanted))).await?;
+        let stored = blocking(move || Ok(host.store.exists(&wanted))).await?;
         Ok(if stored { Observed::Stopped { memory: false } } else { Observed::Missing })
     }
 
     async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
         let host = Arc::clone(&self.host);
-        self.blocking(move || {
+        blocking(move || {
             let failed = |source| DriverError::backend("list the sandboxes", source);
             let mut ids = host.store.list().map_err(failed)?;
             ids.extend(rundir::all(host.run_root()).map_err(failed)?);
@@ -515,7 +456,7 @@ impl ComputeDriver for VmDriver {
     async fn facts(&self, id: &SandboxId) -> Facts {
         let vm = self.watched(id);
         let overlay = self.host.store.overlay(id);
-        let looked = self.blocking(move || {
+        let looked = blocking(move || {
             let disk = torpor_overlay::inspect(&overlay).ok().map(|info| DiskFacts {
                 virtual_bytes: info.virtual_bytes,
                 used_bytes: info.used_bytes,
@@ -533,7 +474,7 @@ impl ComputeDriver for VmDriver {
             vm.drain(CONSOLE_WAIT).await;
         }
         let (host, wanted) = (Arc::clone(&self.host), id.clone());
-        let read = self.blocking(move || {
+        let read = blocking(move || {
             let dir = host.run_dir(&wanted);
             Ok(if dir.exists() { dir.console(bytes) } else { host.store.console(&wanted) })
         });

@@ -21,19 +21,6 @@ pub(crate) fn overlay(error: torpor_overlay::Error) -> DriverError {
     }
 }
 
-/// Tells a full host from other failures of it.
-pub(crate) fn full(error: DriverError) -> DriverError {
-    match error {
-        DriverError::Backend { context, source } => match source.downcast_ref::<std::io::Error>() {
-            Some(cause) if torpor_overlay::is_full(cause) => {
-                DriverError::NoSpace(format!("{context}: {cause}"))
-            }
-            _ => DriverError::Backend { context, source },
-        },
-        other => other,
-    }
-}
-
 /// A network object's error.
 pub(crate) fn net(context: &str) -> impl FnOnce(NetError) -> DriverError {
     let context = context.to_owned();

@@ -7,9 +7,8 @@ use std::{
 
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tonic::Code;
-use torpor_proto::agent::v1::{
-    ConfigureRequest, MainCommand, Network, ShutdownRequest, agent_client::AgentClient,
-};
+use torpor_driver_common::agent::main_command;
+use torpor_proto::agent::v1::{ConfigureRequest, Network, ShutdownRequest, agent_client::AgentClient};
 use torpor_sandbox::{SandboxSpec, words::said};
 
 use crate::{host::Host, vm::Vm};
@@ -112,13 +111,6 @@ impl Vm {
     }
 
     fn request(&self, spec: &SandboxSpec, network: Option<Network>) -> ConfigureRequest {
-        let main = (!spec.command.is_empty()).then(|| MainCommand {
-            argv: spec.command.clone(),
-            workdir: spec.workdir.clone().unwrap_or_default(),
-            user: spec.user.clone().unwrap_or_default(),
-            stdin: spec.stdin,
-            tty: spec.tty,
-        });
         ConfigureRequest {
             run: self.record.run.0,
             sandbox_id: self.record.sandbox.to_string(),
@@ -129,7 +121,7 @@ impl Vm {
             time: Some(SystemTime::now().into()),
             network,
             environment: spec.environment.clone().into_iter().collect(),
-            main,
+            main: main_command(spec),
             entropy: entropy().into(),
         }
     }

@@ -13,7 +13,6 @@ mod disk;
 mod driver;
 pub mod egress;
 mod errors;
-mod files;
 mod guest;
 mod host;
 mod live;

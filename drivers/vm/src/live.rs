@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, MutexGuard, PoisonError},
 };
 
+use torpor_driver_common::turns::blocking;
 use torpor_sandbox::{DriverError, Exit, SandboxId};
 
 use crate::{driver::VmDriver, process::Handle, rundir::Record, vm::Vm};
@@ -46,13 +47,12 @@ impl VmDriver {
             return Ok(Some(vm));
         }
         // Looking takes a while and must not keep anybody from the others; but this one gets one watcher only.
-        let taking_up = self.locks(id).adopt;
-        let _held = taking_up.lock().await;
+        let _held = self.turns.adopting(id).await;
         if let Some(vm) = self.watched(id) {
             return Ok(Some(vm));
         }
         let (host, wanted) = (Arc::clone(&self.host), id.clone());
-        let found = self.blocking(move || {
+        let found = blocking(move || {
             let found = host.find(&wanted)?;
             Ok(found.map(|(record, handle)| (host.run_dir(&wanted).exit(record.run), record, handle)))
         });
@@ -63,8 +63,7 @@ impl VmDriver {
 
     /// The VM that was just started, which an observer may have taken up meanwhile.
     pub(crate) async fn started(&self, record: Record, handle: Handle) -> Arc<Vm> {
-        let taking_up = self.locks(&record.sandbox).adopt;
-        let _held = taking_up.lock().await;
+        let _held = self.turns.adopting(&record.sandbox).await;
         match self.watched(&record.sandbox) {
             Some(vm) => vm,
             None => self.watch(record, handle, None),

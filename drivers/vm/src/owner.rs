@@ -13,7 +13,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{config::ConfigError, files::write_whole, process, rundir};
+use torpor_driver_common::files::{OWNERS_FILE, write_whole};
+
+use crate::{config::ConfigError, process, rundir};
 
 /// How long a gateway that is about to end is waited for.
 const ENDING: Duration = Duration::from_secs(1);
@@ -66,7 +68,7 @@ impl Owner {
             }
             _ => {}
         }
-        write_whole(&path, state_dir.as_os_str().as_bytes()).map_err(failed)
+        write_whole(&path, state_dir.as_os_str().as_bytes(), OWNERS_FILE).map_err(failed)
     }
 }
 

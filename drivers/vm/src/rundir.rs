@@ -9,13 +9,11 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use torpor_driver_common::files::{create, read_json, remove_tree, write_json};
 use torpor_netpool::GuestNet;
 use torpor_sandbox::{DriverError, Exit, Run, SandboxId};
 
-use crate::{
-    files::{create, read_json, remove_tree, write_json},
-    process::Identity,
-};
+use crate::process::Identity;
 
 /// What is kept of a console when it is cut, bytes.
 pub(crate) const CONSOLE_KEPT: u64 = 128 << 10;
@@ -89,7 +87,7 @@ impl RunDir {
     }
 
     pub(crate) fn remove(&self) -> Result<(), DriverError> {
-        remove_tree(&self.path)
+        remove_tree(&self.path).map(drop)
     }
 
     /// The record of the start; none when there is none.

@@ -6,14 +6,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use torpor_driver_common::files::{
+    OWNERS_FILE, failed, make_folder, read_json, remove_tree, sync_folder_of, write_json, write_whole,
+};
 use torpor_overlay::BaseIdentity;
 use torpor_sandbox::{Change, DriverError, Egress, SandboxId, SandboxSpec, failpoint::hit};
 
-use crate::{
-    assets::Base,
-    errors,
-    files::{make_folder, read_json, remove_tree, sync_folder_of, write_durably, write_json},
-};
+use crate::{assets::Base, errors};
 
 /// A sandbox's folder under this name is on its way out.
 const TRASH: &str = ".deleted-";
@@ -95,10 +94,9 @@ impl Store {
             return self.update(id, spec);
         }
         let folder = self.folder(id);
-        let failed =
-            |source| errors::full(DriverError::backend(format!("make {}", folder.display()), source));
-        make_folder(&folder).map_err(failed)?;
-        sync_folder_of(&folder).map_err(failed)?;
+        make_folder(&folder)
+            .and_then(|()| sync_folder_of(&folder))
+            .map_err(|error| failed("make", &folder, error))?;
         hit("vm.create.folder")?;
         let identity = BaseIdentity { digest: base.digest.clone(), size: base.size };
         let overlay = self.overlay(id);
@@ -108,7 +106,7 @@ impl Store {
             other => other.map_err(errors::overlay)?,
         }
         hit("vm.create.disk")?;
-        write_json(&self.spec_path(id), spec).map_err(errors::full)?;
+        write_json(&self.spec_path(id), spec)?;
         hit("vm.create.noted")?;
         Ok(Change::Done)
     }
@@ -120,7 +118,7 @@ impl Store {
             return Ok(());
         }
         spec.resources.disk_bytes = bytes;
-        write_json(&self.spec_path(id), &spec).map_err(errors::full)
+        write_json(&self.spec_path(id), &spec)
     }
 
     /// Notes where a sandbox may send to from now on.
@@ -130,7 +128,7 @@ impl Store {
             return Ok(Change::Already);
         }
         spec.egress.clone_from(egress);
-        write_json(&self.spec_path(id), &spec).map_err(errors::full)?;
+        write_json(&self.spec_path(id), &spec)?;
         Ok(Change::Done)
     }
 
@@ -158,7 +156,7 @@ impl Store {
                 "resources.disk_bytes: a disk is grown by `torpor sandbox disk grow`".to_owned(),
             ));
         }
-        write_json(&self.spec_path(id), spec).map_err(errors::full)?;
+        write_json(&self.spec_path(id), spec)?;
         hit("vm.update.noted")?;
         Ok(Change::Done)
     }
@@ -167,11 +165,11 @@ impl Store {
     pub(crate) fn delete(&self, id: &SandboxId) -> Result<Change, DriverError> {
         let (folder, trash) = (self.folder(id), self.trash(id));
         let was_there = self.exists(id);
-        let failed = |source| DriverError::backend(format!("remove {}", folder.display()), source);
         if folder.exists() {
             remove_tree(&trash)?;
-            fs::rename(&folder, &trash).map_err(failed)?;
-            sync_folder_of(&folder).map_err(failed)?;
+            fs::rename(&folder, &trash)
+                .and_then(|()| sync_folder_of(&folder))
+                .map_err(|error| failed("remove", &folder, error))?;
             hit("vm.delete.moved")?;
         }
         remove_tree(&trash)?;
@@ -204,7 +202,7 @@ impl Store {
                 continue;
             }
             lines.push(match remove_tree(&path) {
-                Ok(()) => format!("{}: the rest of a deleted sandbox was removed", path.display()),
+                Ok(_) => format!("{}: the rest of a deleted sandbox was removed", path.display()),
                 Err(error) => error.to_string(),
             });
         }
@@ -213,7 +211,8 @@ impl Store {
 
     /// Keeps the console of a run that is over.
     pub(crate) fn keep_console(&self, id: &SandboxId, console: &[u8]) -> Result<(), DriverError> {
-        write_durably(&self.console_path(id), console)
+        let path = self.console_path(id);
+        write_whole(&path, console, OWNERS_FILE).map_err(|error| failed("write", &path, error))
     }
 
     /// The console of the last run that is over.

@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, PoisonError},
 };
 
+use torpor_driver_common::turns::blocking;
 use torpor_netpool::{Live, Process, Sweep, linux, sweep};
 use torpor_sandbox::{ComputeDriver as _, DriverError, SandboxId};
 
@@ -73,19 +74,18 @@ impl VmDriver {
     /// What can't be listed.
     pub async fn sweep_kernel(&self) -> Result<Vec<String>, DriverError> {
         let host = Arc::clone(&self.host);
-        let found = self
-            .blocking(move || {
-                let processes = processes(&host)?;
-                repair(&host, Some(processes))
-            })
-            .await?;
+        let found = blocking(move || {
+            let processes = processes(&host)?;
+            repair(&host, Some(processes))
+        })
+        .await?;
         let mut lines = found.lines;
         let odd: BTreeMap<SandboxId, String> = found.odd.into_iter().collect();
         let known = odd.keys().cloned().collect();
         let before = std::mem::replace(&mut *self.odd.lock().unwrap_or_else(PoisonError::into_inner), known);
         for (id, line) in &odd {
             // A start or a stop that is under way looks just like that, and is over by the next time.
-            if before.contains(id) && !self.is_busy(id) {
+            if before.contains(id) && !self.turns.is_busy(id) {
                 lines.push(line.clone());
                 let _nobody = self.hints.send(id.clone()).is_err();
             }
@@ -101,18 +101,17 @@ impl VmDriver {
     /// What can't be listed or put back.
     pub async fn tend(&self) -> Result<Vec<String>, DriverError> {
         let host = Arc::clone(&self.host);
-        let (tended, there) = self
-            .blocking(move || {
-                // What can't be mended of the rest keeps no guest's element from being put back.
-                // Name servers may have changed, and with them whom guests may ask.
-                let ready = host.ready();
-                let tended = host.network.tend().map_err(errors::net("look after the network"));
-                let tended = ready.and(tended);
-                let there =
-                    host.network.firewall().list().map_err(errors::net("list the firewall's elements"))?;
-                Ok((tended, there))
-            })
-            .await?;
+        let (tended, there) = blocking(move || {
+            // What can't be mended of the rest keeps no guest's element from being put back.
+            // Name servers may have changed, and with them whom guests may ask.
+            let ready = host.ready();
+            let tended = host.network.tend().map_err(errors::net("look after the network"));
+            let tended = ready.and(tended);
+            let there =
+                host.network.firewall().list().map_err(errors::net("list the firewall's elements"))?;
+            Ok((tended, there))
+        })
+        .await?;
         let mut lines = self.put_elements_back(&there).await?;
         let tended = tended?;
         if tended.forgotten == linux::Forgotten::Unsupported {
@@ -141,7 +140,7 @@ impl VmDriver {
                 continue;
             }
             // With the sandbox's turn in hand no stop takes the element away at the same time.
-            let Ok(turn) = tokio::time::timeout(TURN_WAIT, self.turn(id)).await else { continue };
+            let Ok(turn) = tokio::time::timeout(TURN_WAIT, self.turns.turn(id)).await else { continue };
             if self.watched(id).is_none_or(|now| !Arc::ptr_eq(&now, &vm)) {
                 continue;
             }
@@ -179,7 +178,7 @@ impl VmDriver {
         if record.is_none_or(|record| record.host_boot == host_boot()) {
             return Ok(None);
         }
-        let (turn, wanted) = (self.turn(id).await, id.clone());
+        let (turn, wanted) = (self.turns.turn(id).await, id.clone());
         self.step(id, &turn, move |host| host.release(&wanted)).await?;
         Ok(Some(format!("{id}: its run ended with the host's")))
     }

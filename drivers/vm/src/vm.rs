@@ -12,13 +12,12 @@ use std::{
 use tokio::{
     sync::{broadcast, mpsc, oneshot, watch},
     task::AbortHandle,
-    time::{Instant, sleep, timeout},
+    time::{Instant, timeout},
 };
 use tonic::transport::Channel;
+use torpor_driver_common::agent::{Pauses, listen};
 use torpor_netpool::{Egress, GuestNet};
-use torpor_proto::agent::v1::{
-    EventsRequest, StatusRequest, StatusResponse, agent_client::AgentClient, event,
-};
+use torpor_proto::agent::v1::{StatusRequest, StatusResponse, agent_client::AgentClient};
 use torpor_sandbox::{DriverError, Exit, Run, SandboxId, words};
 
 use crate::{
@@ -32,10 +31,10 @@ use crate::{
 const DRAIN: Duration = Duration::from_secs(5);
 /// The least time between two words about a disk without room: QEMU tells of each write.
 const SHORT_AGAIN: Duration = Duration::from_secs(15);
-/// Pause before a lost monitor or event stream is asked for again.
+/// Pause before a lost monitor is asked for again.
 const AGAIN: Duration = Duration::from_millis(250);
-/// The longest pause.
-const LONG_AGAIN: Duration = Duration::from_secs(10);
+/// Before a lost stream of events is.
+const PAUSES: Pauses = Pauses { first: AGAIN, longest: Duration::from_secs(10) };
 /// What of the console is searched for a panic, bytes.
 const SEARCHED: usize = 64 << 10;
 const PANIC: &str = "Kernel panic - not syncing";
@@ -103,7 +102,7 @@ impl Vm {
             asked,
             monitor: None,
         };
-        let watching = [tokio::spawn(watcher.run()), tokio::spawn(listen(Arc::clone(&vm), hints))];
+        let watching = [tokio::spawn(watcher.run()), tokio::spawn(hear_events(Arc::clone(&vm), hints))];
         lock(&vm.tasks).extend(watching.iter().map(tokio::task::JoinHandle::abort_handle));
         vm
     }
@@ -218,41 +217,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Reads the agent's events: the end of the main command and the loss of the connection are hints.
-async fn listen(vm: Arc<Vm>, hints: broadcast::Sender<SandboxId>) {
-    let mut pause = AGAIN;
-    loop {
-        let heard = tokio::select! {
-            _ = vm.over() => return,
-            heard = events(&vm, &hints) => heard,
-        };
-        if heard {
-            pause = AGAIN;
-            let _nobody = hints.send(vm.record.sandbox.clone()).is_err();
-        }
-        tokio::select! {
-            _ = vm.over() => return,
-            () = sleep(pause) => pause = (pause * 2).min(LONG_AGAIN),
-        }
+/// Hears the agent of a VM, to the VM's end.
+async fn hear_events(vm: Arc<Vm>, hints: broadcast::Sender<SandboxId>) {
+    let hint = || drop(hints.send(vm.record.sandbox.clone()));
+    tokio::select! {
+        _ = vm.over() => {}
+        () = listen(|| Some(vm.channel.clone()), hint, PAUSES) => {}
     }
-}
-
-/// One stream of events, to its end. True when there was one.
-async fn events(vm: &Vm, hints: &broadcast::Sender<SandboxId>) -> bool {
-    let mut client = AgentClient::new(vm.channel.clone());
-    let Ok(answer) = client.events(EventsRequest {}).await else { return false };
-    let mut events = answer.into_inner();
-    let mut told = false;
-    while let Ok(Some(event)) = events.message().await {
-        // It ends once; a guest that says so all the time must not crowd out the hints of others.
-        if let Some(event::Kind::MainExit(_)) = event.kind
-            && !told
-        {
-            told = true;
-            let _nobody = hints.send(vm.record.sandbox.clone()).is_err();
-        }
-    }
-    true
 }
 
 struct Watcher {

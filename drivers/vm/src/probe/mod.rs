@@ -16,11 +16,9 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use torpor_driver_common::files::{read_json, write_json};
 
-use crate::{
-    files::{read_json, write_json},
-    rundir::host_boot,
-};
+use crate::rundir::host_boot;
 
 /// The hidden argument with which the program runs [`child_main`] and nothing else.
 pub const ARGUMENT: &str = "__kvm-probe";
