@@ -1,12 +1,48 @@
 //! Where sandboxes may send to: what a request says, checked, and the change of it.
 
-use torpor_sandbox::{ComputeDriver, DriverError, Egress, Phase};
+use std::sync::Arc;
+
+use torpor_driver_common::Turns;
+use torpor_sandbox::{Change, ComputeDriver, DriverError, Egress, SandboxId, SandboxSpec};
 
 use crate::{
     error::{ApiError, Code, with_causes},
     service::{Service, Target, place_of, request_key},
-    store::{Applied, Record},
+    store::{Applied, Store, StoreError},
 };
+
+/// Lets what runs of sandboxes go by what their records say now.
+pub struct InForce {
+    store: Arc<Store>,
+    turns: Turns,
+}
+
+impl InForce {
+    /// For the records of `store`.
+    pub fn new(store: Arc<Store>) -> Self {
+        Self { store, turns: Turns::default() }
+    }
+
+    /// Tells the driver of a sandbox what its record says. One at a time: who is told later read the record later, so that
+    /// nobody puts an older policy in force after a newer one.
+    ///
+    /// # Errors
+    /// The driver's; a record that can't be read is an error of the backend.
+    pub async fn see_to(&self, driver: &dyn ComputeDriver, id: &SandboxId) -> Result<Change, DriverError> {
+        let _turn = self.turns.turn(id).await;
+        let record = match self.store.get(id.as_str()).await {
+            Ok(record) => record,
+            // Gone meanwhile.
+            Err(StoreError::NotFound(_)) => return Ok(Change::Already),
+            Err(error) => return Err(DriverError::backend("read the record", error)),
+        };
+        match driver.adjust(id, &record.spec).await {
+            // Not made yet: it is made, and started, by what its record says then.
+            Err(DriverError::Missing) if !record.state.created => Ok(Change::Already),
+            other => other,
+        }
+    }
+}
 
 /// The policy in its usual form.
 ///
@@ -19,8 +55,8 @@ pub fn checked(egress: Option<Egress>) -> Result<Option<Egress>, ApiError> {
 }
 
 impl Service {
-    /// Replaces where a sandbox may send to: when this returns, the run there is (if any) goes by it. None: by the
-    /// gateway's default from now on.
+    /// Replaces where a sandbox may send to: when this returns, whatever runs of it goes by it, in every phase. None: by
+    /// the gateway's default from now on.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT` names the rule; `NOT_FOUND`; `ABORTED` for a stale version; `FAILED_PRECONDITION` while it is being
@@ -31,13 +67,15 @@ impl Service {
         let request = request_key(place_of(&target.sandbox), target.request_id, "set egress", &asked)?;
         let record = self.store.get(&target.sandbox).await?;
         let driver = self.driver(&record.spec.driver)?;
-        let mut spec = record.spec.clone();
+        // The policy only: what else of it could not be made anew today must not keep anybody from cutting it off.
+        let own = &record.spec;
+        let mut spec = SandboxSpec::of(&own.driver, &own.image, &own.image_digest, own.resources.clone());
         spec.egress.clone_from(&egress);
         driver.check(&spec).map_err(|error| ApiError::from(error).about(&record))?;
         let id = record.id.to_string();
         let applied = self.store.set_egress(id, egress, target.expected_version, request).await?;
         let record = &applied.record;
-        self.enforce(&*driver, record).await.map_err(|error| {
+        self.in_force.see_to(&*driver, &record.id).await.map_err(|error| {
             let message = format!(
                 "sandbox '{}': its egress policy is written, but not in force yet ({}); that is tried again by itself",
                 record.name,
@@ -46,22 +84,5 @@ impl Service {
             ApiError::new(Code::Unavailable, "NOT_IN_FORCE", message).about(record)
         })?;
         Ok(applied)
-    }
-
-    /// Lets the run of a sandbox go by its policy as it is written now: another request may have written one after `written`
-    /// and been done first.
-    async fn enforce(&self, driver: &dyn ComputeDriver, written: &Record) -> Result<(), DriverError> {
-        let (mut spec, mut phase) = (written.spec.clone(), written.state.phase);
-        // What rests or starts is told with its start.
-        while phase == Phase::Ready {
-            driver.adjust(&written.id, &spec).await?;
-            // One that is gone meanwhile has no run.
-            let Ok(latest) = self.store.get(written.id.as_str()).await else { break };
-            if latest.spec.egress == spec.egress {
-                break;
-            }
-            (spec, phase) = (latest.spec, latest.state.phase);
-        }
-        Ok(())
     }
 }

@@ -28,6 +28,7 @@ mod mainlog;
 mod maintenance;
 mod metrics;
 mod orphans;
+mod places;
 mod pools;
 mod pressure;
 mod progress;

@@ -5,13 +5,13 @@ use std::{
     convert::Infallible,
     fs,
     io::{self, BufReader},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
@@ -40,6 +40,7 @@ use tower::{Service, ServiceExt as _};
 use crate::{
     access::{Peer, certificate_subject},
     config::{Anonymous, TcpConfig},
+    places::Places,
     serve::ServeError,
 };
 
@@ -51,7 +52,11 @@ const CONNECTION_WINDOW: u32 = 1 << 30;
 pub const MOST_CALLS: u32 = 2000;
 /// Connections of one listener at once.
 const MOST_CONNECTIONS: usize = 4096;
-/// For a TLS client to say who it is, and for an HTTP/1 client to send its header.
+/// Of one user of this host, or of one address of others: nobody who can merely connect keeps all others out.
+const MOST_OF_ONE: usize = MOST_CONNECTIONS / 4 * 3;
+/// What an HTTP/2 client says first, bytes; an HTTP/1 client's first line and `host` are longer.
+const PREFACE: usize = 24;
+/// For a TLS client to say who it is, for an HTTP/2 client to say that it is one, and for an HTTP/1 client to send its header.
 const GREETING: Duration = Duration::from_secs(10);
 /// A TCP client that doesn't answer for two of these is gone.
 const KEEP_ALIVE: Duration = Duration::from_secs(30);
@@ -163,6 +168,7 @@ where
 {
     let graceful = GracefulShutdown::new();
     let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    let shares = Places::new(MOST_CONNECTIONS, MOST_OF_ONE);
     loop {
         let next = async {
             let place = places.clone().acquire_owned().await.map_err(io::Error::other)?;
@@ -179,6 +185,10 @@ where
                 tokio::time::sleep(PAUSE).await;
                 continue;
             }
+        };
+        let Some(share) = shares.take(Whose::of(&peer)) else {
+            tracing::debug!(?peer, "a connection too many of one peer is closed");
+            continue;
         };
         let (service, watcher) = (service.clone(), graceful.watcher());
         let tls = match &listener {
@@ -199,7 +209,7 @@ where
                     carry(stream, Peer::Tls { from, subject }, service, watcher).await;
                 }
             }
-            drop(place);
+            drop((place, share));
         });
     }
     drop(listener);
@@ -226,10 +236,26 @@ async fn accept(listener: &Listener) -> io::Result<(Stream, Peer)> {
     }
 }
 
-/// A connection that notes whether its client has said anything.
+/// Whose share of the places a connection takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Whose {
+    User(u32),
+    Address(IpAddr),
+}
+
+impl Whose {
+    fn of(peer: &Peer) -> Self {
+        match peer {
+            Peer::Unix { uid } => Self::User(*uid),
+            Peer::Plain { from, .. } | Peer::Tls { from, .. } => Self::Address(from.ip().to_canonical()),
+        }
+    }
+}
+
+/// A connection that counts what its client has said, up to [`PREFACE`].
 struct Heard<S> {
     inner: S,
-    heard: Arc<AtomicBool>,
+    heard: Arc<AtomicUsize>,
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
@@ -240,8 +266,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.inner).poll_read(context, buffer);
-        if buffer.filled().len() > before {
-            self.heard.store(true, Ordering::Relaxed);
+        if self.heard.load(Ordering::Relaxed) < PREFACE {
+            self.heard.fetch_add(buffer.filled().len() - before, Ordering::Relaxed);
         }
         read
     }
@@ -296,7 +322,10 @@ async fn carry<S>(
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + Sync + 'static,
     S::Future: Send,
 {
+    let heard = Arc::new(AtomicUsize::new(0));
+    let asked = heard.clone();
     let named = tower::service_fn(move |mut request: Request<Incoming>| {
+        asked.store(PREFACE, Ordering::Relaxed);
         let mut peer = peer.clone();
         if let Peer::Plain { anonymous, .. } = &mut peer
             && !speaks_of_this_machine(&request)
@@ -316,20 +345,19 @@ async fn carry<S>(
         .keep_alive_interval(KEEP_ALIVE)
         .keep_alive_timeout(KEEP_ALIVE);
     builder.http1().timer(TokioTimer::new()).header_read_timeout(GREETING);
-    let heard = Arc::new(AtomicBool::new(false));
     let stream = Heard { inner: stream, heard: heard.clone() };
     let connection =
         builder.serve_connection_with_upgrades(TokioIo::new(stream), TowerToHyperService::new(named));
     let silent = async {
         tokio::time::sleep(GREETING).await;
-        if heard.load(Ordering::Relaxed) {
+        if heard.load(Ordering::Relaxed) >= PREFACE {
             std::future::pending::<()>().await;
         }
     };
     tokio::select! {
         // A client that breaks off has its reasons.
         _ = watcher.watch(connection) => {}
-        // One that never says anything holds a place that others could use.
+        // One that doesn't even say how it speaks holds a place that others could use.
         () = silent => {}
     }
 }

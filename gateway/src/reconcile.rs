@@ -13,7 +13,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use futures::{FutureExt as _, StreamExt as _};
@@ -29,6 +29,7 @@ use torpor_sandbox::{
 use self::news::{Done, News, log_change};
 use crate::{
     drivers::Drivers,
+    egress::InForce,
     error::with_causes,
     maintenance::Maintenance,
     metrics::DriverCalls,
@@ -40,8 +41,10 @@ use crate::{
     store::{Applied, Record, Store, StoreError},
 };
 
-/// Transient failures of a start before the sandbox is in Error.
+/// A start whose failures may pass is tried again so often at least, and for so long at least, before the sandbox is in Error:
+/// whatever is restarted on a host is back by then.
 const START_ATTEMPTS: u32 = 5;
+const START_PATIENCE: Duration = Duration::from_secs(60);
 /// Starts at once, per host CPU.
 const BOOTS_PER_CPU: usize = 4;
 /// Stops at once.
@@ -69,6 +72,7 @@ pub struct Reconciler {
     sessions: Arc<Sessions>,
     maintenance: Arc<Maintenance>,
     pressure: Arc<Pressure>,
+    in_force: Arc<InForce>,
     workers: Mutex<HashMap<SandboxId, Arc<Worker>>>,
     /// Those that wait for something of the host.
     hungry: Mutex<HashSet<SandboxId>>,
@@ -98,16 +102,25 @@ enum Turn {
 #[derive(Default)]
 struct Backoff {
     failures: u32,
-    /// Starts of this run that failed in a way that a repeat may mend.
-    starts: (Run, u32),
+    /// Starts of a run that failed in a way that a repeat may mend: how many, since when.
+    starts: Option<(Run, u32, Instant)>,
+    /// A run is not started again before this, whoever else has something to say meanwhile.
+    not_before: Option<(Run, Instant)>,
 }
 
 impl Backoff {
-    /// One more failed start of `run`; how many there were.
-    fn start_failed(&mut self, run: Run) -> u32 {
-        let before = if self.starts.0 == run { self.starts.1 } else { 0 };
-        self.starts = (run, before + 1);
-        before + 1
+    /// One more failed start of `run`; whether it is worth another one.
+    fn start_failed(&mut self, run: Run) -> bool {
+        let known = self.starts.filter(|(of, ..)| *of == run);
+        let (before, since) = known.map_or((0, Instant::now()), |(_, count, since)| (count, since));
+        self.starts = Some((run, before + 1, since));
+        before + 1 < START_ATTEMPTS || since.elapsed() < START_PATIENCE
+    }
+
+    /// What is left of the pause before a start of `run`.
+    fn pause(&self, run: Run) -> Option<Duration> {
+        let (_, until) = self.not_before.filter(|(of, _)| *of == run)?;
+        Some(until.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero())
     }
 
     fn next(&mut self) -> Duration {
@@ -133,6 +146,7 @@ impl Reconciler {
             sessions: service.sessions.clone(),
             maintenance: service.maintenance.clone(),
             pressure: service.pressure.clone(),
+            in_force: service.in_force.clone(),
             workers: Mutex::default(),
             hungry: Mutex::default(),
             boots: Pool::new("start", cpus * BOOTS_PER_CPU),
@@ -341,14 +355,15 @@ impl Reconciler {
         let nothing_runs = matches!(observed, Observed::Stopped { .. } | Observed::Missing);
         match step(&record.state, &observed) {
             Step::Rest if nothing_runs => self.rest(&record, backoff).await,
-            Step::Rest if matches!(observed, Observed::Running { agent: false, .. }) => {
-                self.progress.trouble(
-                    id,
-                    Trouble::new("AGENT_UNREACHABLE", "the compute runs, its agent does not answer"),
-                );
-                Turn::Later(backoff.next())
-            }
-            Step::Rest => self.adjust(&record, driver.as_ref(), backoff).await,
+            // A guest that silences its agent gets no other policy by that.
+            Step::Rest => match self.adjust(&record, driver.as_ref(), backoff).await {
+                Turn::Rest if matches!(observed, Observed::Running { agent: false, .. }) => {
+                    let text = "the compute runs, its agent does not answer";
+                    self.progress.trouble(id, Trouble::new("AGENT_UNREACHABLE", text));
+                    Turn::Later(backoff.next())
+                }
+                turn => turn,
+            },
             Step::Wait => {
                 if let Observed::Unknown(why) = observed {
                     self.progress.trouble(id, Trouble::new("BACKEND_UNKNOWN", why));
@@ -359,13 +374,17 @@ impl Reconciler {
                 let release = nothing_runs;
                 self.write(&record, driver.as_ref(), News::of(event, release), backoff).await
             }
+            verb @ (Step::Start(_) | Step::Create) => match backoff.pause(record.state.run) {
+                Some(left) => Turn::Later(left),
+                None => self.act(&record, driver.as_ref(), verb, worker, backoff).await,
+            },
             verb => self.act(&record, driver.as_ref(), verb, worker, backoff).await,
         }
     }
 
     /// What runs goes by what its record says now, also when whoever changed it could not see to that.
     async fn adjust(&self, record: &Record, driver: &dyn ComputeDriver, backoff: &mut Backoff) -> Turn {
-        match driver.adjust(&record.id, &record.spec).await {
+        match self.in_force.see_to(driver, &record.id).await {
             Ok(change) => {
                 if change == Change::Done {
                     tracing::info!(id = %record.id, "its run goes by the changed spec now");
@@ -600,13 +619,10 @@ impl Reconciler {
                     locked(&self.hungry).remove(id);
                 }
                 hit("reconcile.lent")?;
-                driver.adjust(id, spec).await?;
+                // Who changes it from now on sees to that itself.
+                self.in_force.see_to(driver, id).await?;
                 driver.start(id, *from, state.run).await?;
                 hit("reconcile.started")?;
-                // What was changed while it started must not wait for a turn of its own.
-                if let Ok(latest) = self.store.get(id.as_str()).await {
-                    driver.adjust(id, &latest.spec).await?;
-                }
                 Ok(Done::News(News::of(Event::Started(state.run), false)))
             }
             Step::Stop(keep) => {
@@ -675,13 +691,15 @@ impl Reconciler {
             // its nature is given up.
             Step::Delete => true,
             Step::Stop(_) => !matches!(error, DriverError::Unsupported(_)) || record.state.phase.is_settled(),
-            _ => {
-                exhausted || (error.is_transient() && backoff.start_failed(record.state.run) < START_ATTEMPTS)
-            }
+            _ => exhausted || (error.is_transient() && backoff.start_failed(record.state.run)),
         };
         self.progress.trouble(id, Trouble::new(reason, message.clone()));
         if retry {
             let delay = backoff.next();
+            // What the host lacks may be given back at any moment.
+            if !exhausted && matches!(verb, Step::Start(_) | Step::Create) {
+                backoff.not_before = Some((record.state.run, Instant::now() + delay));
+            }
             tracing::warn!(%id, verb = step_name(verb), reason, error = message, ?delay, "failed, will be tried again");
             return Turn::Later(delay);
         }

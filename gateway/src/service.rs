@@ -19,7 +19,7 @@ use torpor_sandbox::{
 use crate::{
     config::Defaults,
     drivers::Drivers,
-    egress::checked,
+    egress::{InForce, checked},
     endpoints::{Endpoints, Observation},
     error::{ApiError, Code},
     expose::{ExposeWish, Listeners},
@@ -57,6 +57,8 @@ pub struct Service {
     pub building: tokio::sync::Mutex<()>,
     /// What a request need not say.
     pub defaults: Defaults,
+    /// Where what runs may send to.
+    pub in_force: Arc<InForce>,
     /// Where sandboxes may send to that don't say it themselves.
     pub default_egress: Egress,
     /// What was seen of what sandboxes serve.

@@ -128,8 +128,11 @@ impl Service {
     /// # Errors
     /// As [`Service::update`].
     pub async fn resume_update(&self, target: Target, abandon: bool) -> Result<Arc<Record>, ApiError> {
-        self.updates_are_on()?;
         let record = self.store.get(&target.sandbox).await?;
+        // One that was begun while they were on is finished or given up whatever the switch says now: it bars the start.
+        if record.state.update.is_none() {
+            self.updates_are_on()?;
+        }
         if record.state.update.is_none() && target.expected_version.is_none_or(|v| v == record.version) {
             return Ok(Arc::new(record));
         }

@@ -16,8 +16,11 @@ use std::{
 use common::{World, no_wait, phase};
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 use tonic::{Code, transport::Channel};
-use torpor_proto::v1::{self, Phase, sandboxes_client::SandboxesClient};
-use torpor_sandbox::{Exit, SandboxId, sim::Script};
+use torpor_proto::v1::{self, Phase, egress::Policy, sandboxes_client::SandboxesClient};
+use torpor_sandbox::{
+    Egress, Exit, SandboxId,
+    sim::{Script, SimDriver},
+};
 
 const CLIENTS: usize = 3;
 const NAMES: usize = 6;
@@ -60,11 +63,14 @@ struct Client {
 }
 
 impl Client {
-    async fn ask(&mut self, client: &mut SandboxesClient<Channel>, trace: &Trace) {
+    async fn ask(&mut self, client: &mut SandboxesClient<Channel>, sim: &SimDriver, trace: &Trace) {
         let name = format!("c{}-{}", self.number, self.rng.random_range(0..NAMES));
         let target = no_wait(&name);
-        let which = self.rng.random_range(0..14);
+        let which = self.rng.random_range(0..16);
         let keep = self.rng.random_range(0..3);
+        if which >= 14 {
+            return policy(client, sim, &name, keep, trace).await;
+        }
         if which >= 12 {
             return disk(client, &name, which, keep, trace).await;
         }
@@ -100,6 +106,40 @@ impl Client {
                 let expected = [Code::NotFound, Code::AlreadyExists, Code::FailedPrecondition];
                 assert!(expected.contains(&status.code()), "{name}: {status:?}");
             }
+        }
+    }
+}
+
+/// Another policy: what runs goes by it when it is answered, and from then on.
+async fn policy(
+    client: &mut SandboxesClient<Channel>,
+    sim: &SimDriver,
+    name: &str,
+    which: i32,
+    trace: &Trace,
+) {
+    let (wire, own) = match which {
+        0 => (Some(Policy::None), Some(Egress::None)),
+        1 => (Some(Policy::Open), Some(Egress::Open)),
+        _ => (None, None),
+    };
+    let egress = wire.map(|policy| v1::Egress { policy: policy.into(), ..Default::default() });
+    let said = client.set_egress(v1::SetEgressRequest { target: no_wait(name), egress }).await;
+    trace.add(format!("{name} network {own:?}: {:?}", said.as_ref().map(drop).map_err(tonic::Status::code)));
+    match said {
+        Ok(sandbox) => {
+            let id: SandboxId = sandbox.into_inner().id.parse().unwrap();
+            for _ in 0..3 {
+                // One whose disk is gone is made anew, if at all, before anything of it runs.
+                if sim.running().contains(&id) {
+                    assert_eq!(sim.egress(&id), own, "{name}: not the policy that was acknowledged");
+                }
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        }
+        Err(status) => {
+            let expected = [Code::NotFound, Code::FailedPrecondition];
+            assert!(expected.contains(&status.code()), "{name}: {status:?}");
         }
     }
 }
@@ -210,7 +250,7 @@ async fn round(
     let asked = clients.iter_mut().map(|client| async move {
         let mut channel = world.sandboxes().await;
         for _ in 0..requests {
-            client.ask(&mut channel, trace).await;
+            client.ask(&mut channel, &world.sim, trace).await;
         }
     });
     let mut hurt = BTreeSet::new();

@@ -15,7 +15,10 @@ use std::{
 use common::{no_wait, phase, process::Process};
 use tonic::{Code, transport::Channel};
 use torpor_gateway::{Config, simworld};
-use torpor_proto::v1::{self, Phase, gateway_client::GatewayClient, sandboxes_client::SandboxesClient};
+use torpor_proto::v1::{
+    self, Phase, egress::Policy, gateway_client::GatewayClient, sandboxes_client::SandboxesClient,
+};
+use torpor_sandbox::Egress;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -45,13 +48,17 @@ enum Act {
     Stop,
     Start,
     Update,
+    /// Where it may send to.
+    Egress(Policy),
     Delete,
 }
 
 /// Every verb from every phase that it changes, each with its sandbox. `a` goes the whole way, `b` fails.
 const STORY: &[(&str, Act)] = &[
     ("a", Act::Create(&[])),
+    ("a", Act::Egress(Policy::None)),
     ("a", Act::Suspend),
+    ("a", Act::Egress(Policy::Open)),
     ("a", Act::Resume),
     ("a", Act::SuspendMemory),
     ("a", Act::Resume),
@@ -70,8 +77,8 @@ fn wish(act: Act) -> Option<Phase> {
     match act {
         // A main command that panics comes to Error by itself.
         Act::Create([_, ..]) => Some(Phase::Error),
-        Act::Create([]) | Act::Resume | Act::Start => Some(Phase::Ready),
-        Act::Suspend | Act::SuspendMemory => Some(Phase::Suspended),
+        Act::Create([]) | Act::Resume | Act::Start | Act::Egress(Policy::None) => Some(Phase::Ready),
+        Act::Suspend | Act::SuspendMemory | Act::Egress(_) => Some(Phase::Suspended),
         Act::Stop | Act::Update => Some(Phase::Stopped),
         Act::Delete => None,
     }
@@ -111,6 +118,10 @@ async fn ask(channel: &Channel, at: usize, name: &str, act: Act) -> Result<Optio
         Act::Stop => client.stop(v1::StopRequest { target }).await,
         Act::Start => client.start(v1::StartRequest { target }).await,
         Act::Update => update(&mut client, target.unwrap()).await,
+        Act::Egress(policy) => {
+            let egress = Some(v1::Egress { policy: policy.into(), ..Default::default() });
+            client.set_egress(v1::SetEgressRequest { target, egress }).await
+        }
         Act::Delete => {
             client.delete(v1::DeleteSandboxRequest { target, allow_missing: true }).await?;
             return Ok(None);
@@ -280,6 +291,8 @@ async fn look_over(host: &Process, channel: &Channel, known: &mut Known, what: &
     for sandbox in &list {
         let (theirs, ours) = (&world.environments[&sandbox.id], &sandbox.spec.as_ref().unwrap().environment);
         assert!(is_pending(sandbox) || theirs == ours, "{what}: the driver goes by {theirs:?}, not {ours:?}");
+        let policy = sandbox.spec.as_ref().unwrap().egress.as_ref().map(v1::Egress::policy);
+        assert_eq!(world.policies[&sandbox.id], policy, "{what}: where {} may send to", sandbox.name);
         let request =
             v1::HistoryRequest { sandbox: sandbox.id.clone(), page_size: 1000, ..Default::default() };
         let history = client.history(request).await.unwrap().into_inner().transitions;
@@ -303,6 +316,7 @@ struct World {
     running: BTreeSet<String>,
     disks: BTreeMap<String, u64>,
     environments: BTreeMap<String, HashMap<String, String>>,
+    policies: BTreeMap<String, Option<Policy>>,
     violations: Vec<String>,
 }
 
@@ -312,11 +326,21 @@ impl World {
             running: BTreeSet::new(),
             disks: BTreeMap::new(),
             environments: BTreeMap::new(),
+            policies: BTreeMap::new(),
             violations: Vec::new(),
         };
         for piece in simworld::pieces(state).unwrap() {
             if let Some((id, spec)) = piece.spec() {
                 world.environments.insert(id.to_string(), spec.environment.clone().into_iter().collect());
+            }
+            if let Some((id, egress)) = piece.egress() {
+                let policy = egress.map(|egress| match egress {
+                    Egress::None => Policy::None,
+                    Egress::Open => Policy::Open,
+                    Egress::Public => Policy::Public,
+                    Egress::Allow { .. } => Policy::Allow,
+                });
+                world.policies.insert(id.to_string(), policy);
             }
             match piece.violation() {
                 Some(text) => world.violations.push(text.to_owned()),

@@ -89,9 +89,10 @@ async fn a_policy_lasts_over_suspend_and_restart_and_a_new_one_is_in_force_when_
     world.restart().await;
     assert_eq!(shown(&get(&world, "web").await).1, usual);
 
-    // Of one that sleeps: from its next start on.
+    // Of one that sleeps.
     let asleep = set(&world, "web", Some(policy(Policy::None))).await.unwrap();
     assert_eq!((phase(&asleep), shown(&asleep).1.policy()), (Phase::Suspended, Policy::None));
+    assert_eq!(world.sim.egress(&id(&made)), Some(Egress::None), "noted with its disk, for a lost database");
     let mut client = world.sandboxes().await;
     client.resume(v1::ResumeRequest { target: target("web"), ..Default::default() }).await.unwrap();
     assert_eq!(world.sim.egress(&id(&made)), Some(Egress::None));
@@ -152,4 +153,89 @@ async fn the_gateways_default_holds_for_all_that_have_no_policy_of_their_own() {
     world.start().await;
     assert_eq!(shown(&get(&world, "plain").await), (None, policy(Policy::Public)));
     assert_eq!(shown(&get(&world, "own").await).1, policy(Policy::Open));
+}
+
+async fn until(what: &str, mut done: impl FnMut() -> bool) {
+    for _ in 0..1000 {
+        if done() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("never: {what}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_silences_its_agent_is_cut_off_all_the_same() {
+    let mut world = World::new(Script::default()).await;
+    let made = world.sandboxes().await.create(with("web", policy(Policy::Open))).await.unwrap().into_inner();
+    world.sim.lose_agent(&id(&made));
+    // A gateway that was killed between its record and its driver.
+    world.stop().await;
+    let db = rusqlite::Connection::open(world.config.state_dir.join("torpor.db")).unwrap();
+    db.execute("UPDATE sandboxes SET spec = json_set(spec, '$.egress', 'none') WHERE name = 'web'", [])
+        .unwrap();
+    drop(db);
+    world.start().await;
+    until("it is cut off", || world.sim.egress(&id(&made)) == Some(Egress::None)).await;
+    let shown = get(&world, "web").await;
+    assert_eq!(phase(&shown), Phase::Ready);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_policy_is_in_force_when_it_is_answered_in_every_phase_and_no_older_look_puts_another_back() {
+    let slow =
+        Script { delay: (Duration::from_millis(150), Duration::from_millis(200)), ..Script::default() };
+    let world = World::new(slow).await;
+    let mut client = world.sandboxes().await;
+    let made = client.create(create("web")).await.unwrap().into_inner();
+    let id = id(&made);
+    let policies = [(Policy::None, Egress::None), (Policy::Open, Egress::Open)];
+    for (n, (wire, own)) in policies.iter().cycle().take(24).enumerate() {
+        let target = common::no_wait("web");
+        match n % 4 {
+            0 => drop(client.suspend(v1::SuspendRequest { target, keep: 0 }).await.unwrap()),
+            2 => drop(client.resume(v1::ResumeRequest { target, ..Default::default() }).await.unwrap()),
+            _ => tokio::time::sleep(Duration::from_millis(60)).await,
+        }
+        set(&world, "web", Some(policy(*wire))).await.unwrap();
+        for _ in 0..10 {
+            assert_eq!(world.sim.egress(&id).as_ref(), Some(own), "{n}");
+            world.sim.poke(&id);
+            tokio::time::sleep(Duration::from_millis(3)).await;
+        }
+    }
+    assert!(world.sim.violations().is_empty(), "{:?}", world.sim.violations());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_older_update_that_is_finished_later_widens_nothing() {
+    let mut world = World::with(Script::default(), |config| config.enable_sandbox_updates = true).await;
+    let mut client = world.sandboxes().await;
+    let made = client.create(create("web")).await.unwrap().into_inner();
+    let stopped = client.stop(v1::StopRequest { target: target("web") }).await.unwrap().into_inner();
+    world.sim.fail_next(
+        torpor_sandbox::sim::Verb::Update,
+        torpor_sandbox::DriverError::backend("update", "it broke"),
+    );
+    let update = v1::UpdateSandboxRequest {
+        target: Some(v1::Target { expected_version: stopped.version, ..target("web").unwrap() }),
+        egress: Some(policy(Policy::Open)),
+        ..Default::default()
+    };
+    assert_eq!(client.update(update).await.unwrap_err().code(), Code::Internal);
+    set(&world, "web", Some(policy(Policy::None))).await.unwrap();
+
+    // Also by a gateway that begins no updates any more: what was begun bars the start.
+    world.stop().await;
+    world.config.enable_sandbox_updates = false;
+    world.start().await;
+    let mut client = world.sandboxes().await;
+    let start = v1::StartRequest { target: target("web") };
+    assert_eq!(client.start(start.clone()).await.unwrap_err().code(), Code::FailedPrecondition);
+    let finish = v1::ResumePendingUpdateRequest { target: target("web"), abandon: false };
+    let done = client.resume_pending_update(finish).await.unwrap().into_inner();
+    assert_eq!(shown(&done).1, policy(Policy::None));
+    client.start(start).await.unwrap();
+    assert_eq!(world.sim.egress(&id(&made)), Some(Egress::None));
 }

@@ -315,6 +315,31 @@ async fn transient_faults_heal_by_themselves() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_backend_that_is_away_for_seconds_is_waited_for_whoever_asks_for_something_meanwhile() {
+    let world = World::new(Script::default()).await;
+    let mut client = world.sandboxes().await;
+    for _ in 0..5 {
+        world.sim.fail_next(Verb::Start, DriverError::backend("start it", "the backend is being restarted"));
+    }
+    let request = v1::CreateSandboxRequest { wait: false, ..create("a") };
+    let made = client.create(request).await.unwrap().into_inner();
+    let (id, begin) = (made.id.parse().unwrap(), std::time::Instant::now());
+    while world.sim.calls(Verb::Start) == 0 {
+        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+    }
+    while begin.elapsed() < std::time::Duration::from_millis(400) {
+        world.sim.poke(&id);
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    let tries = world.sim.calls(Verb::Start);
+    assert!(tries <= 3, "{tries} tries: those who ask for something else took the pauses away");
+    // The pauses grow to seconds.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    wait_for(&world, "a", Phase::Ready).await;
+    assert_eq!(world.sim.calls(Verb::Start), 6);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn when_the_host_has_nothing_left_the_sandbox_waits_and_goes_on_by_itself() {
     let world = World::with(Script::default(), |c| c.network.range = "10.99.0.0/30".parse().unwrap()).await;
     let mut client = world.sandboxes().await;

@@ -526,7 +526,9 @@ fn on_ended(state: &State, ended: &Ended, policy: RestartPolicy) -> Next {
     if matches!(ended.exit, Exit::Interrupted(_)) {
         // What was wanted still is. While it was on its way up, that goes on as it is.
         let up = state.phase == Phase::Ready;
-        let again = || State { streak: 0, ..state.boot(Phase::Starting, Keep::Disk) };
+        // Slower each time, unless the run before has lasted: whoever is root in a container can do it, too.
+        let streak = state.streak.saturating_add(1);
+        let again = || State { streak, ..state.boot(Phase::Starting, Keep::Disk) };
         return if up { Next::To(again()) } else { Next::Same };
     }
     let by_itself = matches!(ended.exit, Exit::Code(_) | Exit::PowerOff);

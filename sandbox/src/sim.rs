@@ -141,6 +141,14 @@ impl Kept {
         }
     }
 
+    /// A sandbox, and where its compute may send to by its own policy.
+    pub fn egress(&self) -> Option<(&SandboxId, Option<&Egress>)> {
+        match &self.0 {
+            KeptPiece::Violation(_) => None,
+            KeptPiece::World(id, world) => Some((id, world.egress.as_ref())),
+        }
+    }
+
     /// A sandbox, the number of its disk if it has one, and whether its compute runs.
     pub fn sandbox(&self) -> Option<(&SandboxId, Option<u64>, bool)> {
         match &self.0 {
@@ -524,12 +532,17 @@ impl ComputeDriver for SimDriver {
     }
 
     async fn adjust(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
-        let mut inner = self.lock();
-        let Some(world) = inner.worlds.get_mut(id).filter(|world| world.egress != spec.egress) else {
+        if self.egress(id) == spec.egress {
             return Ok(Change::Already);
-        };
-        world.egress = spec.egress.clone();
-        inner.keep(id);
+        }
+        hit("sim.adjust.before")?;
+        {
+            let mut inner = self.lock();
+            let Some(world) = inner.worlds.get_mut(id) else { return Ok(Change::Already) };
+            world.egress = spec.egress.clone();
+            inner.keep(id);
+        }
+        hit("sim.adjust.done")?;
         Ok(Change::Done)
     }
 

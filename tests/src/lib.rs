@@ -48,7 +48,8 @@ pub fn can_run_vms(test: &str) -> bool {
         && need(test, "emu", found("busybox"), "busybox-static is not installed")
 }
 
-fn path_variable() -> std::ffi::OsString {
+/// PATH with the folders of the system's own programs.
+pub fn path_variable() -> std::ffi::OsString {
     let mut path = std::env::var_os("PATH").unwrap_or_default();
     path.push(":/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin");
     path

@@ -7,10 +7,11 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     path::Path,
+    process::Command,
 };
 
 use serde_json::Value;
-use torpor_tests::{Host, can_run_vms, need};
+use torpor_tests::{Host, can_run_vms, need, path_variable};
 
 /// What is asked for while the gateway is to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,8 +32,9 @@ use Verb::*;
 const LAP: [Verb; 8] = [Create, Network, Suspend, Resume, Stop, Update, Start, Delete];
 
 /// Where the gateway is ended in every `./check`: once in each verb that does something on the host.
-const CHOSEN: [&str; 6] = [
+const CHOSEN: [&str; 7] = [
     "vm.create.disk",
+    "vm.adjust.recorded",
     "vm.stop.flushed",
     "vm.launch.network",
     "vm.release.network",
@@ -113,6 +115,14 @@ fn processes(id: &str) -> usize {
             text.contains(id) && text.contains("-name")
         })
         .count()
+}
+
+/// The guests that may send anywhere, as the firewall has them.
+fn open_to(table: &str) -> String {
+    let arguments = ["list", "set", "inet", table, "open"];
+    let listed = Command::new("nft").args(arguments).env("PATH", path_variable()).output().unwrap();
+    assert!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
+    String::from_utf8_lossy(&listed.stdout).into_owned()
 }
 
 fn gapless(host: &Host, name: &str) {
@@ -242,7 +252,11 @@ impl Story<'_> {
                 host.sh("web", &format!("echo {} > /root/lap", self.lap));
             }
             Network => {
-                assert_eq!(host.get("web")["egress"]["policy"], self.policy(), "{what}");
+                let sandbox = host.get("web");
+                assert_eq!(sandbox["egress"]["policy"], self.policy(), "{what}");
+                let ip = sandbox["host"]["ip"].as_str().unwrap();
+                let is_open = open_to(&format!("torpor_{}", host.instance())).contains(ip);
+                assert_eq!(is_open, self.policy() == "open", "{what}: the firewall has another policy");
             }
             Resume | Start => {
                 assert_eq!(

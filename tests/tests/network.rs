@@ -122,9 +122,11 @@ fn an_egress_policy_holds_from_the_first_packet_changes_at_once_and_lasts() {
     assert_eq!(shown["egress"]["allow"][0], "198.51.100.2/32:81/tcp");
 
     // Killed in the middle of a change.
-    for (failpoint, policy, expected) in
-        [("vm.adjust.noted", "open", "yyy"), ("vm.adjust.replaced", "none", "nnn")]
-    {
+    for (failpoint, policy, expected) in [
+        ("vm.adjust.noted", "open", "yyy"),
+        ("vm.adjust.recorded", "none", "nnn"),
+        ("vm.adjust.replaced", "open", "yyy"),
+    ] {
         host.kill_gateway();
         host.start_gateway_with(&format!("{failpoint}=abort"));
         if !host.gateway_log().contains("built with failpoints") {

@@ -65,6 +65,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "torpor-rest",
             "torpor-netpool",
             "torpor-images",
+            "torpor-driver-common",
             "torpor-driver-vm",
             "torpor-driver-container",
             "torpor-driver-kubernetes",

@@ -100,6 +100,24 @@ impl Turns {
         .await
     }
 
+    /// Work of no verb that blocks, between the steps of those that there are: unlike a verb it doesn't wait for a guest that
+    /// boots or is asked to end. It must look for itself what is still there.
+    ///
+    /// # Errors
+    /// The work's own; work that panics is an error of the backend.
+    pub async fn aside<T: Send + 'static>(
+        &self,
+        id: &SandboxId,
+        work: impl FnOnce() -> Result<T, DriverError> + Send + 'static,
+    ) -> Result<T, DriverError> {
+        let guard = self.of(id).step.lock_owned().await;
+        blocking(move || {
+            let _held = guard;
+            work()
+        })
+        .await
+    }
+
     async fn held(&self, id: &SandboxId, turn: &Turn) -> (Turn, OwnedMutexGuard<()>) {
         let guard = self.of(id).step.lock_owned().await;
         (Arc::clone(turn), guard)

@@ -13,7 +13,7 @@ use tokio::{
 };
 use tonic::transport::Channel;
 use torpor_driver_common::{Turn, Turns, turns::blocking};
-use torpor_netpool::{GuestNet, Ledger};
+use torpor_netpool::Ledger;
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DiskCare, DriverError, Ended, Exit, Facts, Field, Observed, Run,
     SandboxId, SandboxSpec, Stopped,
@@ -25,7 +25,7 @@ use torpor_sandbox::{
 use crate::{
     assets::Assets,
     config::{ConfigError, VmConfig},
-    egress, errors,
+    egress,
     host::Host,
     live::Live,
     machine::Machines,
@@ -127,19 +127,22 @@ impl VmDriver {
         turn: &Turn,
     ) -> Result<(Arc<Vm>, SandboxSpec), DriverError> {
         let (host, wanted) = (Arc::clone(&self.host), id.clone());
-        let prepared = blocking(move || host.prepare(&wanted, run)).await?;
-        let spec = prepared.spec.clone();
+        let mut prepared = blocking(move || host.prepare(&wanted, run)).await?;
         let wanted = id.clone();
         let launched = self.step(id, turn, move |host| {
+            // As it is now: it may have been changed since, and from now on whoever changes it finds the run.
+            let egress = host.store.spec(&wanted)?.egress;
+            prepared.spec.egress = egress;
+            prepared.net.egress = Some(egress::of_spec(host.pool(), &prepared.spec)?);
             let launched = host.launch(&wanted, run, &prepared);
             if launched.is_err()
                 && let Err(error) = host.release(&wanted)
             {
                 tracing::warn!(sandbox = %wanted, %error, "a failed start left something; stop will find it");
             }
-            launched
+            launched.map(|(record, handle)| (record, handle, prepared.spec))
         });
-        let (record, handle) = launched.await?;
+        let (record, handle, spec) = launched.await?;
         Ok((self.started(record, handle).await, spec))
     }
 
@@ -245,13 +248,9 @@ impl VmDriver {
         let network = blocking(move || Ok(of.network(&host))).await?;
         let Err(cause) = vm.wait_ready(spec, network, self.config.boot_timeout).await else {
             // A later gateway must know that there is something to flush before anybody hears that it is ready.
-            return match vm.news() {
-                Some(record) => {
-                    let dir = vm.dir.clone();
-                    self.step(id, turn, move |_| dir.write_record(&record)).await
-                }
-                None => Ok(()),
-            };
+            let vm = Arc::clone(vm);
+            let write = move |_: &Host| vm.news().map_or(Ok(()), |record| vm.dir.write_record(&record));
+            return self.step(id, turn, write).await;
         };
         vm.drain(CONSOLE_WAIT).await;
         let console = vm.on_disk(|dir| Ok(dir.console(4096))).await.unwrap_or_default();
@@ -326,31 +325,23 @@ impl ComputeDriver for VmDriver {
     }
 
     async fn adjust(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
-        let wanted = egress::of_spec(self.host.pool(), spec)?;
-        let holds = |vm: &Vm| vm.net().is_none_or(|net| net.egress.as_ref() == Some(&wanted));
-        // Asked for again and again: the stored spec is looked at when something runs by another policy, or nothing runs.
-        if self.watched(id).is_some_and(|vm| holds(&vm)) {
+        let (wanted, own) = (egress::of_spec(self.host.pool(), spec)?, spec.egress.clone());
+        // Asked for again and again: what all of it goes by already is not looked at.
+        if self.watched(id).is_some_and(|vm| vm.settled().as_ref() == Some(&own)) {
             return Ok(Change::Already);
         }
-        let turn = self.turns.turn(id).await;
-        let (wanted_id, own) = (id.clone(), spec.egress.clone());
-        let noted = self.step(id, &turn, move |host| host.store.note_egress(&wanted_id, &own)).await?;
-        let Some(vm) = self.live(id).await?.filter(|vm| !holds(vm) && !vm.seen().gone) else {
-            return Ok(noted);
-        };
-        hit("vm.adjust.noted")?;
-        let Some(net) = vm.net() else { return Ok(noted) };
-        self.step(id, &turn, move |host| {
-            let guest = GuestNet { egress: Some(wanted.clone()), ..net }.guest();
-            // A sweep goes by the record: it must not see the new element beside the old record.
-            let _objects = host.objects.read().unwrap_or_else(PoisonError::into_inner);
-            host.network.firewall().add(&guest).map_err(errors::net("replace the egress policy"))?;
-            vm.set_egress(wanted);
-            hit("vm.adjust.replaced")?;
-            vm.dir.write_record(&vm.record_now())
-        })
-        .await?;
-        Ok(Change::Done)
+        let (host, wanted_id, noting) = (Arc::clone(&self.host), id.clone(), own.clone());
+        // First, so that a start that finds nothing of this run yet goes by it.
+        let noted = self.turns.aside(id, move || host.store.note_egress(&wanted_id, &noting)).await;
+        if matches!(noted, Ok(Change::Done)) {
+            hit("vm.adjust.noted")?;
+        }
+        let Some(vm) = self.live(id).await?.filter(|vm| !vm.seen().gone) else { return noted };
+        // What runs is told even when a disk is too full to note it.
+        let (host, of) = (Arc::clone(&self.host), Arc::clone(&vm));
+        let settles = noted.is_ok().then_some(own);
+        let told = self.turns.aside(id, move || host.let_go_by(&of, wanted, settles)).await?;
+        Ok(if noted? == Change::Done { Change::Done } else { told })
     }
 
     fn updates(&self) -> &'static [Field] {

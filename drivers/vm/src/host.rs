@@ -16,7 +16,7 @@ use torpor_netpool::{
     },
 };
 use torpor_overlay::Lock;
-use torpor_sandbox::{DriverError, Run, SandboxId, SandboxSpec, failpoint::hit};
+use torpor_sandbox::{Change, DriverError, Egress as OwnEgress, Run, SandboxId, SandboxSpec, failpoint::hit};
 
 use crate::{
     assets::{Assets, BootFiles},
@@ -27,7 +27,7 @@ use crate::{
     process::{self, Handle, Identity},
     rundir::{Record, RunDir, host_boot},
     store::Store,
-    vm::note_unseen_end,
+    vm::{Vm, note_unseen_end},
 };
 
 /// Threads of a VM process beyond one per CPU: main loop, block workers, RCU.
@@ -167,6 +167,36 @@ impl Host {
     pub(crate) fn egress(&self, loan: &Loan) -> Option<Egress> {
         let id = loan.sandbox_id.parse().ok()?;
         self.record(&self.run_dir(&id)).ok().flatten()?.net?.egress
+    }
+
+    /// Lets what runs go by a policy: its record first, so that a sweep puts nothing older back, then the firewall, which
+    /// is told even when the record can't be written. `settles`: the spec's own policy, when that is noted.
+    pub(crate) fn let_go_by(
+        &self,
+        vm: &Vm,
+        wanted: Egress,
+        settles: Option<Option<OwnEgress>>,
+    ) -> Result<Change, DriverError> {
+        // A stop may have given everything back meanwhile.
+        let Some(net) = vm.net().filter(|_| !vm.seen().gone && vm.dir.exists()) else {
+            return Ok(Change::Already);
+        };
+        let change = if net.egress.as_ref() == Some(&wanted) { Change::Already } else { Change::Done };
+        let net = GuestNet { egress: Some(wanted.clone()), ..net };
+        // A sweep must not see the new record beside the old element.
+        let _objects = self.objects.read().unwrap_or_else(PoisonError::into_inner);
+        let written = vm.dir.write_record(&Record { net: Some(net.clone()), ..vm.record_now() });
+        if change == Change::Done {
+            hit("vm.adjust.recorded")?;
+        }
+        self.network.firewall().add(&net.guest()).map_err(errors::net("replace the egress policy"))?;
+        vm.set_egress(wanted);
+        if change == Change::Done {
+            hit("vm.adjust.replaced")?;
+        }
+        written?;
+        vm.set_settled(settles);
+        Ok(change)
     }
 
     /// The record of a start. One that knows of no policy was written when all had the pool's.

@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, PoisonError},
 };
 
+use futures::StreamExt as _;
 use torpor_driver_common::turns::blocking;
 use torpor_netpool::{Live, Process, Sweep, linux, sweep};
 use torpor_sandbox::{ComputeDriver as _, DriverError, SandboxId};
@@ -15,10 +16,11 @@ use crate::{
     host::Host,
     process,
     rundir::{self, host_boot},
+    vm::Vm,
 };
 
-/// How long `tend` waits for a verb: one that is under way sees to the element itself.
-const TURN_WAIT: std::time::Duration = std::time::Duration::from_millis(50);
+/// Runs that are looked at side by side.
+const SWEPT_AT_ONCE: usize = 32;
 
 /// What a guest may take to flush and end that should not be running.
 const GRACE: std::time::Duration = std::time::Duration::from_secs(10);
@@ -36,7 +38,8 @@ pub enum Standing {
 
 impl VmDriver {
     /// Once, when the gateway starts and before it serves: takes up the VMs that run, ends those that should not
-    /// by what `standing` says (a running one of no record is left: whoever restored an old database may want to say something first), gives back what is left of runs whose VM is gone with an earlier boot of the host and of TAPs,
+    /// by what `standing` says (a running one of no record is left: whoever restored an old database may want to say
+    /// something first), gives back what is left of runs whose VM is gone with an earlier boot of the host and of TAPs,
     /// firewall elements and cgroups without a loan, and finishes deletes that were cut short. Returns lines for the log.
     ///
     /// # Errors
@@ -49,18 +52,26 @@ impl VmDriver {
         let host = Arc::clone(&self.host);
         let ids =
             rundir::all(host.run_root()).map_err(|source| DriverError::backend("list the runs", source))?;
-        for id in ids {
-            match self.sweep_run(&id, standing(&id)).await {
-                Ok(line) => lines.extend(line),
-                Err(error) => lines.push(format!("{id}: {error}")),
-            }
-        }
+        // Side by side: one whose guest takes its time to end keeps no other from being taken up.
+        let swept = futures::stream::iter(ids).map(|id| async move {
+            let line = self.sweep_run(&id, standing(&id)).await;
+            line.unwrap_or_else(|error| Some(format!("{id}: {error}")))
+        });
+        lines.extend(
+            swept.buffer_unordered(SWEPT_AT_ONCE).filter_map(std::future::ready).collect::<Vec<_>>().await,
+        );
         let repairs = tokio::task::spawn_blocking(move || {
             let emptied = host.store.empty_trash();
             let mut lines =
                 emptied.map_err(|source| DriverError::backend("list deleted sandboxes", source))?;
-            // Which VMs run is looked at one by one, above and by the gateway.
-            lines.extend(repair(&host, None)?.lines);
+            // Which VMs run is looked at one by one, above and by the gateway. What a start needs it sees to itself, so
+            // that a firewall that doesn't answer keeps nobody from what needs none.
+            match repair(&host, None) {
+                Ok(repaired) => lines.extend(repaired.lines),
+                Err(error) => {
+                    lines.push(format!("what earlier runs left of the network stays for now: {error}"))
+                }
+            }
             Ok::<_, DriverError>(lines)
         });
         lines.extend(repairs.await.map_err(|error| DriverError::backend("sweep", error))??);
@@ -133,25 +144,29 @@ impl VmDriver {
     async fn put_elements_back(&self, there: &[torpor_netpool::Guest]) -> Result<Vec<String>, DriverError> {
         let (mut lines, there): (_, HashSet<_>) = (Vec::new(), there.iter().collect());
         for vm in self.all_watched() {
-            let guest = || vm.net().as_ref().map(torpor_netpool::GuestNet::guest);
+            let guest = |vm: &Vm| vm.net().as_ref().map(torpor_netpool::GuestNet::guest);
             let id = &vm.record.sandbox;
-            let before = guest();
+            let before = guest(&vm);
             if before.as_ref().is_none_or(|guest| there.contains(guest)) {
                 continue;
             }
-            // With the sandbox's turn in hand no stop takes the element away at the same time.
-            let Ok(turn) = tokio::time::timeout(TURN_WAIT, self.turns.turn(id)).await else { continue };
-            if self.watched(id).is_none_or(|now| !Arc::ptr_eq(&now, &vm)) {
-                continue;
-            }
-            // What it may do may have changed since the elements were listed; who changed that has put the new one there.
-            let Some(guest) = guest().filter(|now| before.as_ref() == Some(now)) else { continue };
-            let put_back = move |host: &Host| {
+            // A step that is under way sees to the element itself.
+            let Some(quiet) = self.turns.quiet(id).await else { continue };
+            let (host, vm) = (Arc::clone(&self.host), Arc::clone(&vm));
+            let put_back = blocking(move || {
+                let _held = quiet;
+                // What it may do may have changed since the elements were listed; who changed that has put the new one there.
+                let same = guest(&vm).filter(|now| before.as_ref() == Some(now));
+                let Some(guest) = same.filter(|_| !vm.seen().gone && vm.dir.exists()) else {
+                    return Ok(false);
+                };
                 let _objects = host.objects.read().unwrap_or_else(PoisonError::into_inner);
-                host.network.firewall().add(&guest).map_err(errors::net("put back the element"))
-            };
-            self.step(id, &turn, put_back).await?;
-            lines.push(format!("{id}: its firewall element was gone: put back"));
+                host.network.firewall().add(&guest).map_err(errors::net("put back the element"))?;
+                Ok(true)
+            });
+            if put_back.await? {
+                lines.push(format!("{id}: its firewall element was gone: put back"));
+            }
         }
         Ok(lines)
     }

@@ -18,7 +18,7 @@ use tonic::transport::Channel;
 use torpor_driver_common::agent::{Pauses, listen};
 use torpor_netpool::{Egress, GuestNet};
 use torpor_proto::agent::v1::{StatusRequest, StatusResponse, agent_client::AgentClient};
-use torpor_sandbox::{DriverError, Exit, Run, SandboxId, words};
+use torpor_sandbox::{DriverError, Egress as OwnEgress, Exit, Run, SandboxId, words};
 
 use crate::{
     agent,
@@ -70,6 +70,8 @@ pub(crate) struct Vm {
     ask: mpsc::Sender<Ask>,
     /// As it is now: its policy may change.
     net: Mutex<Option<GuestNet>>,
+    /// The policy of its spec by which disk, record and firewall are known to go, all of them.
+    settled: Mutex<Option<Option<OwnEgress>>>,
     configured: AtomicBool,
     boot_id: Mutex<Option<String>>,
     tasks: Mutex<Vec<AbortHandle>>,
@@ -91,8 +93,20 @@ impl Vm {
         let (ask, asked) = mpsc::channel(8);
         let configured = AtomicBool::new(record.configured);
         let boot_id = Mutex::new(record.boot_id.clone());
-        let (tasks, net) = (Mutex::default(), Mutex::new(record.net.clone()));
-        let vm = Arc::new(Self { record, dir, handle, channel, seen, ask, net, configured, boot_id, tasks });
+        let (tasks, settled, net) = (Mutex::default(), Mutex::default(), Mutex::new(record.net.clone()));
+        let vm = Arc::new(Self {
+            record,
+            dir,
+            handle,
+            channel,
+            seen,
+            ask,
+            net,
+            settled,
+            configured,
+            boot_id,
+            tasks,
+        });
         let watcher = Watcher {
             vm: Arc::clone(&vm),
             machine,
@@ -205,8 +219,18 @@ impl Vm {
         lock(&self.net).clone()
     }
 
+    /// The policy of its spec that is noted and in force, if all went well.
+    pub(crate) fn settled(&self) -> Option<Option<OwnEgress>> {
+        lock(&self.settled).clone()
+    }
+
+    pub(crate) fn set_settled(&self, own: Option<Option<OwnEgress>>) {
+        *lock(&self.settled) = own;
+    }
+
     /// What the firewall has been told.
     pub(crate) fn set_egress(&self, egress: Egress) {
+        *lock(&self.settled) = None;
         if let Some(net) = &mut *lock(&self.net) {
             net.egress = Some(egress);
         }

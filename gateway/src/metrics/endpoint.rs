@@ -2,10 +2,8 @@
 //! changed.
 
 use std::{
-    collections::HashMap,
     convert::Infallible,
-    net::IpAddr,
-    sync::{Arc, Mutex},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -20,8 +18,8 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use super::{Sources, locked};
-use crate::store::StoreError;
+use super::Sources;
+use crate::{places::Places, store::StoreError};
 
 /// Connections at once; more are closed unheard.
 const MOST: usize = 256;
@@ -39,42 +37,6 @@ const PING: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
 /// What a scraper is told that it gets.
 const FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
-
-/// Who is connected, by address.
-#[derive(Default)]
-struct Places(Mutex<HashMap<IpAddr, usize>>);
-
-/// One connection's, until it is dropped.
-struct Place {
-    all: Arc<Places>,
-    peer: IpAddr,
-}
-
-impl Places {
-    /// None: there is none for this one.
-    fn take(self: &Arc<Self>, peer: IpAddr) -> Option<Place> {
-        let mut all = locked(&self.0);
-        let total: usize = all.values().sum();
-        let here = all.get(&peer).copied().unwrap_or_default();
-        if here >= EACH || total >= MOST {
-            return None;
-        }
-        all.insert(peer, here + 1);
-        Some(Place { all: self.clone(), peer })
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut all = locked(&self.all.0);
-        if let Some(count) = all.get_mut(&self.peer) {
-            *count -= 1;
-            if *count == 0 {
-                all.remove(&self.peer);
-            }
-        }
-    }
-}
 
 /// What is told, and the last figures.
 struct Desk {
@@ -99,7 +61,7 @@ impl Desk {
 
 /// Answers until the gateway ends.
 pub async fn serve(listener: TcpListener, sources: Arc<Sources>, end: CancellationToken) {
-    let places = Arc::<Places>::default();
+    let places = Places::new(MOST, EACH);
     let desk = Arc::new(Desk { sources, scraped: tokio::sync::Mutex::default() });
     let connections = TaskTracker::new();
     loop {
@@ -179,27 +141,4 @@ fn told(code: StatusCode, text: impl Into<Bytes>) -> Response<Full<Bytes>> {
     response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static(FORMAT));
     response.headers_mut().insert(header::CACHE_CONTROL, header::HeaderValue::from_static("no-store"));
     response
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_address_has_some_places_all_have_more_and_all_come_back() {
-        let places = Arc::<Places>::default();
-        let peer = |n: usize| IpAddr::from([10, 0, 0, u8::try_from(n).unwrap()]);
-        let mut taken: Vec<Place> = (0..EACH).map(|_| places.take(peer(1)).unwrap()).collect();
-        assert!(places.take(peer(1)).is_none());
-        taken.push(places.take(peer(2)).unwrap());
-        taken.remove(0);
-        taken.push(places.take(peer(1)).unwrap());
-        for n in (3..).take(MOST / EACH) {
-            taken.extend((0..EACH).filter_map(|_| places.take(peer(n))));
-        }
-        assert_eq!(taken.len(), MOST);
-        assert!(places.take(peer(200)).is_none());
-        drop(taken);
-        assert!(places.0.lock().unwrap().is_empty());
-    }
 }

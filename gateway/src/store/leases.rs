@@ -230,8 +230,16 @@ impl Store {
     ///
     /// # Errors
     /// The database's.
-    pub async fn release(&self, id: &SandboxId) -> Result<bool, StoreError> {
-        let id = id.clone();
+    pub async fn release(self: &Arc<Self>, id: &SandboxId) -> Result<bool, StoreError> {
+        let (id, lent) = (id.clone(), id.to_string());
+        // What is at rest is asked for it again and again, and commits nothing by that.
+        let lent = self.read(move |conn| {
+            let mut found = conn.prepare_cached("SELECT 1 FROM leases WHERE sandbox_id = ?1")?;
+            Ok(found.exists([lent])?)
+        });
+        if !lent.await? {
+            return Ok(false);
+        }
         self.write(move |conn, _| release(conn, &id)).await
     }
 

@@ -92,7 +92,12 @@ pub fn copy(state_dir: &Path, to: &Path) -> Result<u64, StoreError> {
     let copied = conn
         .execute("VACUUM INTO ?1", [to.to_string_lossy()])
         .map_err(StoreError::from)
-        .and_then(|_| File::open(to).and_then(|file| file.sync_all()).map_err(io("flush", to)));
+        .and_then(|_| File::open(to).and_then(|file| file.sync_all()).map_err(io("flush", to)))
+        // Its name, too.
+        .and_then(|()| match to.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            Some(folder) => File::open(folder).and_then(|it| it.sync_all()).map_err(io("flush", folder)),
+            None => File::open(".").and_then(|it| it.sync_all()).map_err(io("flush", to)),
+        });
     if let Err(error) = copied {
         // Half a copy is none.
         let _ = fs::remove_file(to);

@@ -54,6 +54,10 @@ impl Store {
             }
             let mut after = record.clone();
             after.spec.egress = egress;
+            // What was asked for last counts, also when an older update is finished later.
+            if let Some(update) = &mut after.state.update {
+                update.change.egress = None;
+            }
             write(conn, changes, &record, after)
         })
         .await
