@@ -34,9 +34,14 @@ impl Record {
 /// The durable side of the driver: `kubernetes/` in the state directory.
 #[derive(Clone, Debug)]
 pub(crate) struct Store {
-    folder: PathBuf,
+    pub(crate) folder: PathBuf,
     /// Marks the objects of this state directory among those of the cluster.
     pub(crate) identity: String,
+}
+
+/// The driver's own of a state directory.
+pub(crate) fn folder(state_dir: &Path) -> PathBuf {
+    state_dir.join("kubernetes")
 }
 
 fn failed(what: &str, path: &Path, error: io::Error) -> DriverError {
@@ -49,7 +54,7 @@ fn failed(what: &str, path: &Path, error: io::Error) -> DriverError {
 
 impl Store {
     pub(crate) fn open(state_dir: &Path) -> Result<Self, ConfigError> {
-        let folder = state_dir.join("kubernetes");
+        let folder = folder(state_dir);
         let error = |what, path: &Path| {
             let path = path.to_owned();
             move |source| ConfigError::File { what, path, source }
@@ -163,7 +168,7 @@ fn write(path: &Path, value: &impl Serialize) -> Result<(), DriverError> {
 }
 
 /// All of it or nothing, also when the host loses its power.
-fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     use std::{io::Write as _, os::unix::fs::OpenOptionsExt as _};
     let new = path.with_extension("new");
     let mut file = fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
