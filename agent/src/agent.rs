@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     fs, io,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU32, Ordering},
     },
     time::SystemTime,
@@ -12,7 +12,9 @@ use std::{
 
 use torpor_proto::agent::v1::Network;
 
-use crate::{exec::cgroup::Cgroups, files::Transfers, forward, main_log::MainLog, reaper::Reaper};
+use crate::{
+    exec::cgroup::Cgroups, files::Transfers, forward, main_log::MainLog, port::Port, reaper::Reaper,
+};
 
 /// Where the agent runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +40,8 @@ pub struct Agent {
     /// Places for connections from the host.
     pub forwards: tokio::sync::Semaphore,
     pub transfers: Transfers,
+    /// Of a pod's agent only.
+    pub port: OnceLock<Port>,
     state: Mutex<State>,
     execs: AtomicU32,
 }
@@ -79,6 +83,7 @@ impl Agent {
             turn: tokio::sync::Mutex::new(()),
             forwards: tokio::sync::Semaphore::new(forward::MOST),
             transfers: Transfers::default(),
+            port: OnceLock::new(),
             state: Mutex::default(),
             execs: AtomicU32::new(0),
         }))

@@ -2,7 +2,8 @@
 //!
 //! As PID 1 it boots the machine and serves the host on a serial port or vsock. With `--container PATH` it is the first
 //! process of a container and dials the host's Unix socket. With `--pod PATH` it is the first process of a pod and serves on
-//! a Unix socket there; `--install FOLDER` brings it into the pod, `--connect PATH` connects a host with it. With
+//! a Unix socket there, and on a port of its own once it has been given credentials for it; `--install FOLDER` brings it into
+//! the pod, `--connect PATH` connects a host with it. With
 //! `--serve-unix PATH` it serves the same on a Unix socket as an ordinary process and leaves the machine alone.
 
 mod agent;
@@ -18,6 +19,7 @@ mod main_log;
 mod modules;
 mod net;
 mod pod;
+mod port;
 mod proc;
 mod reaper;
 mod serve;
@@ -35,6 +37,7 @@ use tokio::runtime::Runtime;
 use crate::{
     agent::{Agent, Mode},
     boot::say,
+    port::Port,
 };
 
 const USAGE: &str = "usage: torpor-agent --version | --serve-unix PATH | --container PATH | --pod PATH | --connect PATH | --install FOLDER (as the first process of a machine: no arguments)";
@@ -113,11 +116,14 @@ fn container(path: &Path) -> io::Result<ExitCode> {
 
 fn in_pod(path: &Path) -> io::Result<ExitCode> {
     nix::sys::prctl::set_child_subreaper(true)?;
+    // What it holds of keys is not for other processes of root, which have no more capabilities than it.
+    nix::sys::prctl::set_dumpable(false)?;
     container::prepare();
     // In a test of the driver it is no first process, and leaves the machine alone.
     let mode = if std::process::id() == 1 { Mode::Container } else { Mode::Process };
     runtime()?.block_on(async {
         let agent = Agent::new(mode)?;
+        let _ = agent.port.set(Port::default());
         if mode == Mode::Container {
             agent.keep_image_environment(pod::image_environment());
         }

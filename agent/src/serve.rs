@@ -1,5 +1,5 @@
 //! Where hosts come in: the serial port, vsock, a Unix socket (theirs or ours). Each way carries sessions, each session
-//! one connection.
+//! one connection. A pod's own port has connections already, see `port.rs`.
 
 use std::{
     fs, io,
@@ -11,7 +11,7 @@ use std::{
 
 use hyper::server::conn::http2;
 use hyper_util::{
-    rt::{TokioExecutor, TokioIo},
+    rt::{TokioExecutor, TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
 use nix::{
@@ -94,7 +94,7 @@ where
 {
     let mut sessions = guest::serve(io);
     while let Some(session) = sessions.next().await {
-        tokio::spawn(connection(agent.clone(), session));
+        tokio::spawn(connection(agent.clone(), session, None));
     }
 }
 
@@ -104,15 +104,20 @@ const STREAM_WINDOW: u32 = 256 << 10;
 /// must not stop all the others, and each call is bounded by its own window.
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
-async fn connection(agent: Arc<Agent>, session: guest::Session) {
+/// Serves one connection to its end. With `ping`: one that answers nothing for so long, twice over, has ended.
+pub async fn connection<I>(agent: Arc<Agent>, io: I, ping: Option<Duration>)
+where
+    I: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
     let (alive, connected) = watch::channel(());
     let service = AgentServer::new(Service { agent, connected });
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
+    if let Some(ping) = ping {
+        builder.timer(TokioTimer::new()).keep_alive_interval(ping).keep_alive_timeout(ping);
+    }
     // A connection that breaks needs no word: the host makes another.
-    let _ = http2::Builder::new(TokioExecutor::new())
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .serve_connection(TokioIo::new(session), TowerToHyperService::new(service))
-        .await;
+    let _ = builder.serve_connection(TokioIo::new(io), TowerToHyperService::new(service)).await;
     drop(alive);
 }
 

@@ -6,11 +6,11 @@ use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use torpor_proto::agent::v1::{
-    AttachResponse, ConfigureRequest, ConfigureResponse, DownloadOutput, DownloadRequest, Event,
-    EventsRequest, ExecInput, ExecOutput, FileResult, ForwardInput, ForwardOutput, ListFilesRequest,
-    ListFilesResult, MakeDirectoryRequest, RemoveFileRequest, ShutdownRequest, ShutdownResponse,
-    StatFileRequest, StatusRequest, StatusResponse, UploadInput, UploadResult, agent_server, exec_input,
-    forward_input, upload_input,
+    AttachResponse, ConfigureRequest, ConfigureResponse, DownloadOutput, DownloadRequest, EnrollRequest,
+    EnrollResponse, Event, EventsRequest, ExecInput, ExecOutput, FileResult, ForwardInput, ForwardOutput,
+    ListFilesRequest, ListFilesResult, MakeDirectoryRequest, RemoveFileRequest, ShutdownRequest,
+    ShutdownResponse, StatFileRequest, StatusRequest, StatusResponse, UploadInput, UploadResult,
+    agent_server, exec_input, forward_input, upload_input,
 };
 
 use crate::{
@@ -103,6 +103,19 @@ impl agent_server::Agent for Service {
             memory_available_bytes,
             time: Some(SystemTime::now().into()),
         }))
+    }
+
+    async fn enroll(&self, request: Request<EnrollRequest>) -> Result<Response<EnrollResponse>, Status> {
+        let agent = self.ready()?;
+        let asked = request.into_inner();
+        let run = agent.state().run;
+        if asked.run != run {
+            return Err(Status::aborted(format!("run {} is not the present one, {run}", asked.run)));
+        }
+        let port = agent.port.get();
+        let port =
+            port.ok_or_else(|| Status::failed_precondition("only in a pod it has a port of its own"))?;
+        Ok(Response::new(port.open(agent, asked).await?))
     }
 
     async fn exec(

@@ -7,9 +7,12 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use torpor_driver_kubernetes::{ConfigError, KubernetesConfig, diagnose};
+use torpor_driver_kubernetes::{AgentLink, ConfigError, KubernetesConfig, diagnose};
 
 use crate::{Config, doctor::Check};
+
+const EXEC: &str = "exec";
+const MTLS: &str = "mtls";
 
 /// `[kubernetes]`: the cluster, and what its pods are like.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,8 +52,10 @@ pub struct KubernetesSection {
     pub driver_config: BTreeSet<String>,
     /// The agent's image is mounted as a volume, in place of an init container that copies it.
     pub agent_volume: bool,
-    /// How agents are reached: "exec", by the API server.
+    /// How agents are reached: "exec", by the API server; "mtls", on a port of their own.
     pub agent_link: String,
+    /// That port.
+    pub agent_port: u16,
 }
 
 impl Default for KubernetesSection {
@@ -74,7 +79,8 @@ impl Default for KubernetesSection {
             pod: toml::Table::new(),
             driver_config: driver.driver_config,
             agent_volume: driver.agent_volume,
-            agent_link: "exec".to_owned(),
+            agent_link: EXEC.to_owned(),
+            agent_port: driver.agent_port,
         }
     }
 }
@@ -85,13 +91,17 @@ impl KubernetesSection {
     /// # Errors
     /// A value under `pod` that no object of a cluster can have.
     pub fn for_driver(&self, config: &Config) -> Result<KubernetesConfig, ConfigError> {
-        if self.agent_link != "exec" {
-            let problem = format!(
-                "'{}' is not possible in this version: agents are reached by the API server's exec (\"exec\")",
-                self.agent_link.escape_debug()
-            );
-            return Err(ConfigError::Value { key: "agent_link", problem });
-        }
+        let agent_link = match self.agent_link.as_str() {
+            EXEC => AgentLink::Exec,
+            MTLS => AgentLink::Mtls,
+            other => {
+                let problem = format!(
+                    "'{}' is neither \"{EXEC}\", by the API server's exec, nor \"{MTLS}\", on a port of their own",
+                    other.escape_debug()
+                );
+                return Err(ConfigError::Value { key: "agent_link", problem });
+            }
+        };
         let given = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
         let pod = serde_json::to_value(&self.pod)
             .map_err(|error| ConfigError::Value { key: "pod", problem: error.to_string() })?;
@@ -110,6 +120,8 @@ impl KubernetesSection {
             pod: pod.as_object().cloned().unwrap_or_default(),
             driver_config: self.driver_config.clone(),
             agent_volume: self.agent_volume,
+            agent_link,
+            agent_port: self.agent_port,
             start_timeout: Duration::from_secs(config.boot_timeout_seconds),
             stop_margin: Duration::from_secs(self.stop_margin_seconds),
             compare_every: Duration::from_secs(self.compare_seconds.max(1)),
@@ -155,8 +167,12 @@ mod tests {
         assert!(driver.driver_config.contains("nodeSelector") && driver.agent_volume);
         assert_eq!(driver.pod["tolerations"][0]["key"], "sandboxes");
         assert!(driver.agent_image.starts_with("torpor-agent:"));
-        let config: Config = toml::from_str("[kubernetes]\nagent_link = 'mtls'").unwrap();
+        assert_eq!((driver.agent_link, driver.agent_port), (AgentLink::Exec, 7443));
+        let config: Config = toml::from_str("[kubernetes]\nagent_link = 'mtls'\nagent_port = 9000").unwrap();
+        let driver = config.kubernetes.for_driver(&config).unwrap();
+        assert_eq!((driver.agent_link, driver.agent_port), (AgentLink::Mtls, 9000));
+        let config: Config = toml::from_str("[kubernetes]\nagent_link = 'TLS'").unwrap();
         let refused = config.kubernetes.for_driver(&config).unwrap_err().to_string();
-        assert!(refused.contains("agent_link") && refused.contains("'mtls'"), "{refused}");
+        assert!(refused.contains("agent_link") && refused.contains("'TLS'"), "{refused}");
     }
 }

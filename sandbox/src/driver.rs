@@ -129,6 +129,11 @@ pub trait ComputeDriver: Send + Sync + 'static {
     /// What people look at: process id, addresses, sizes. Never needed for correctness. Cheap; best effort.
     async fn facts(&self, id: &SandboxId) -> Facts;
 
+    /// How many agents are reached each way, for figures; empty where there is one way only.
+    fn agent_links(&self) -> Vec<(&'static str, usize)> {
+        Vec::new()
+    }
+
     /// The end of the console of the present or last run, at most `bytes`.
     async fn console(&self, id: &SandboxId, bytes: usize) -> Vec<u8>;
 }

@@ -60,14 +60,22 @@ pub struct Agent {
 
 impl Agent {
     pub async fn start() -> Self {
+        Self::by("--serve-unix").await
+    }
+
+    /// One that was started with this flag and the path of its socket.
+    pub async fn by(flag: &str) -> Self {
+        Self::within(&[], flag).await
+    }
+
+    /// The same within another command.
+    pub async fn within(command: &[&str], flag: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
-        let process = Command::new(env!("CARGO_BIN_EXE_torpor-agent"))
-            .arg("--serve-unix")
-            .arg(&socket)
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
+        let line: Vec<&str> =
+            command.iter().copied().chain([env!("CARGO_BIN_EXE_torpor-agent"), flag]).collect();
+        let process =
+            Command::new(line[0]).args(&line[1..]).arg(&socket).stdin(Stdio::null()).spawn().unwrap();
         for _ in 0..500 {
             if UnixStream::connect(&socket).await.is_ok() {
                 break;

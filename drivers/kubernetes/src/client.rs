@@ -35,6 +35,8 @@ pub(crate) const PAGE_LIMIT: Duration = Duration::from_secs(120);
 const FAST: usize = 48;
 const CREATE: usize = 16;
 const LIST: usize = 2;
+/// Execs that are being opened.
+const EXEC: usize = 32;
 
 /// Requests wait among their own kind only: what ends or wakes a sandbox never stands behind creations and lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -206,6 +208,7 @@ pub(crate) struct Cluster {
     fast: Semaphore,
     create: Semaphore,
     list: Semaphore,
+    pub(crate) exec: Semaphore,
 }
 
 impl std::fmt::Debug for Cluster {
@@ -246,6 +249,7 @@ impl Cluster {
             fast: Semaphore::new(FAST),
             create: Semaphore::new(CREATE),
             list: Semaphore::new(LIST),
+            exec: Semaphore::new(EXEC),
         })
     }
 

@@ -10,6 +10,15 @@ use serde_json::{Map, Value};
 
 use crate::passed::{self, PASSED};
 
+/// How agents are reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AgentLink {
+    /// By the API server's exec, from wherever that can be reached.
+    Exec,
+    /// On a port of their own by mutual TLS, which the gateway must be able to connect to; where it isn't, by exec.
+    Mtls,
+}
+
 /// The configuration of the kubernetes driver.
 #[derive(Clone, Debug)]
 pub struct KubernetesConfig {
@@ -47,6 +56,14 @@ pub struct KubernetesConfig {
     /// The agent's image is mounted as a volume (Kubernetes 1.33 with its ImageVolume feature, or later) instead of being
     /// copied from by an init container.
     pub agent_volume: bool,
+    /// How agents are reached.
+    pub agent_link: AgentLink,
+    /// Their own port, on the addresses of their pods.
+    pub agent_port: u16,
+    /// How long an agent whose port can't be used is reached by exec before the port is tried again, at first.
+    pub dial_pause: Duration,
+    /// A connection to an agent that nobody has used for so long is let go: by exec, each is one of the API server's.
+    pub idle: Duration,
     /// How long a pod may take from its start to an agent that answers.
     pub start_timeout: Duration,
     /// How long a pod may take to be gone after its grace has run out.
@@ -75,6 +92,10 @@ impl KubernetesConfig {
             pod: Map::new(),
             driver_config: BTreeSet::new(),
             agent_volume: false,
+            agent_link: AgentLink::Exec,
+            agent_port: 7443,
+            dial_pause: Duration::from_secs(30),
+            idle: Duration::from_secs(90),
             start_timeout: Duration::from_secs(120),
             stop_margin: Duration::from_secs(30),
             compare_every: Duration::from_secs(300),
@@ -101,6 +122,9 @@ impl KubernetesConfig {
         let clean = path.starts_with('/') && path.len() > 1 && !path.split('/').any(|part| part == "..");
         if !clean || path.contains(':') || path.starts_with("/.torpor") {
             return wrong("mount_path", format!("'{}' is no folder below the root", path.escape_debug()));
+        }
+        if self.agent_port < 1024 {
+            return wrong("agent_port", format!("{} is below 1024", self.agent_port));
         }
         if self.workspace_bytes == 0 {
             return wrong("workspace_bytes", "at least one byte".to_owned());
@@ -205,7 +229,9 @@ mod tests {
     #[test]
     fn values_that_can_not_work_are_refused_by_their_key() {
         type Case = (&'static str, fn(&mut KubernetesConfig));
-        let cases: [Case; 9] = [
+        let cases: [Case; 11] = [
+            ("agent_port", |c| c.agent_port = 1023),
+            ("agent_port", |c| c.agent_port = 0),
             ("driver_config", |c| c.driver_config = ["runtimeClassName=No!".to_owned()].into()),
             ("driver_config", |c| c.driver_config = ["hostNetwork".to_owned()].into()),
             ("tolerations", |c| drop(c.pod.insert("tolerations".into(), serde_json::json!([{"kye": "a"}])))),

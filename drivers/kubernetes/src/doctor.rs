@@ -1,5 +1,7 @@
 //! What a cluster lacks for running sandboxes, and what to do about it. Looks only.
 
+use std::time::SystemTime;
+
 use kube::{
     Api,
     api::ListParams,
@@ -11,7 +13,9 @@ use torpor_sandbox::{Finding, Level};
 
 use crate::{
     client::{ApiError, Cluster, GROUP, LIMIT, Lane, Served},
-    config::{ConfigError, KubernetesConfig},
+    config::{AgentLink, ConfigError, KubernetesConfig},
+    store,
+    trust::{self, Found},
 };
 
 /// The rights without which sandboxes can't run: group, resource, subresource, verbs.
@@ -64,8 +68,42 @@ pub async fn diagnose(config: &KubernetesConfig) -> Result<Vec<Finding>, ConfigE
     all.push(class(&cluster, "storage-class", storage, config.storage_class.as_deref()).await);
     let runtime = ("node.k8s.io", "RuntimeClass", "runtimeclasses");
     all.push(class(&cluster, "runtime-class", runtime, config.runtime_class.as_deref()).await);
+    all.push(agent_link(config));
     all.push(Finding::new("agent-image", Level::Ok, config.agent_image.clone(), ""));
     Ok(all)
+}
+
+/// Which way agents are reached, and what for that is kept here.
+fn agent_link(config: &KubernetesConfig) -> Finding {
+    let name = "agent-link";
+    if config.agent_link == AgentLink::Exec {
+        return Finding::new(name, Level::Ok, "exec, by the API server", "");
+    }
+    let path = store::folder(&config.state_dir).join(trust::FILE);
+    let (port, file) = (config.agent_port, path.display());
+    let again = "the gateway makes another one when it starts, and gives agents new credentials by exec";
+    match trust::look(&path) {
+        Ok(Found::Nothing) => {
+            let text = format!(
+                "mtls on port {port} of pods; the authority {file} is made when the gateway first starts"
+            );
+            Finding::new(name, Level::Ok, text, "")
+        }
+        Ok(Found::Good(kept)) => {
+            let left = kept.until.duration_since(SystemTime::now()).unwrap_or_default();
+            let days = left.as_secs() / (24 * 3600);
+            let text = format!("mtls on port {port} of pods; the authority {file} expires in {days} days");
+            Finding::new(name, Level::Ok, text, "")
+        }
+        Ok(Found::Useless(why)) => {
+            let text = format!("mtls on port {port} of pods; the authority {file} can't be used: {why}");
+            Finding::new(name, Level::Warn, text, again)
+        }
+        Err(error) => {
+            let text = format!("mtls on port {port} of pods; the authority {file} is not known: {error}");
+            Finding::new(name, Level::Warn, text, "ask as the user that the gateway runs as")
+        }
+    }
 }
 
 async fn versions(cluster: &Cluster) -> Finding {

@@ -8,7 +8,11 @@ use std::{
 
 use async_trait::async_trait;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use tokio::{sync::broadcast, task::AbortHandle, time::Instant};
+use tokio::{
+    sync::{Semaphore, broadcast},
+    task::AbortHandle,
+    time::Instant,
+};
 use tonic::transport::Channel;
 use torpor_driver_common::Turns;
 use torpor_sandbox::{
@@ -20,10 +24,12 @@ use torpor_sandbox::{
 use crate::{
     cache::{self, Cache, News},
     client::{ApiError, Cluster, Found, GROUP, LIMIT, Lane, if_there},
-    config::{ConfigError, KubernetesConfig},
+    config::{AgentLink, ConfigError, KubernetesConfig},
     live, manifest, passed,
-    store::Store,
+    store::{self, Store},
+    trust::Trust,
     types::{Pod, Sandbox, name},
+    way::ENROLLING,
 };
 
 /// Hints that nobody has read yet; more are dropped, oldest first.
@@ -46,6 +52,9 @@ pub(crate) struct Inner {
     pub(crate) cluster: Cluster,
     pub(crate) cache: Cache,
     pub(crate) store: Store,
+    /// Where agents may have ports of their own.
+    pub(crate) trust: Option<Trust>,
+    pub(crate) enrolling: Semaphore,
     pub(crate) hints: broadcast::Sender<SandboxId>,
     pub(crate) live: live::Map,
     pub(crate) failures: Mutex<HashMap<SandboxId, Failures>>,
@@ -77,12 +86,18 @@ impl KubernetesDriver {
         config.validate()?;
         let cluster = Cluster::open(&config).await?;
         let store = Store::open(&config.state_dir)?;
+        let trust = match config.agent_link {
+            AgentLink::Exec => None,
+            AgentLink::Mtls => Some(Trust::open(&store::folder(&config.state_dir), &store.identity)?),
+        };
         let (hints, _) = broadcast::channel(HINTS);
         let inner = Arc::new(Inner {
             config,
             cluster,
             cache: Cache::default(),
             store,
+            trust,
+            enrolling: Semaphore::new(ENROLLING),
             hints,
             live: live::Map::default(),
             failures: Mutex::default(),
@@ -290,6 +305,10 @@ impl ComputeDriver for KubernetesDriver {
         let pod = self.inner.cache.view(id).pod.filter(|pod| pod.uid == live.pod);
         let host = pod.map(|pod| HostFacts { ip: pod.ip, run_dir: pod.node, ..HostFacts::default() });
         Facts { machine: Some(self.capabilities().machine), boot_id: live.boot_id(), host, disk: None }
+    }
+
+    fn agent_links(&self) -> Vec<(&'static str, usize)> {
+        ["exec", "mtls"].into_iter().zip(self.inner.links()).collect()
     }
 
     async fn console(&self, id: &SandboxId, bytes: usize) -> Vec<u8> {

@@ -10,7 +10,7 @@ use std::{
 };
 
 use tokio::{
-    sync::broadcast,
+    sync::{broadcast, watch},
     time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
@@ -19,12 +19,12 @@ use torpor_driver_common::agent::{Pauses, listen};
 use torpor_proto::agent::v1::{StatusRequest, StatusResponse, agent_client::AgentClient};
 use torpor_sandbox::{Run, SandboxId, words};
 
-use crate::{driver::Inner, link, store::Record};
+use crate::{driver::Inner, link, store::Record, way::Way};
 
 /// Before a lost stream of events is asked for again.
 const PAUSES: Pauses = Pauses { first: Duration::from_millis(500), longest: Duration::from_secs(30) };
-/// A connection that nobody has used for so long is let go: every one of them is one of the API server's.
-const IDLE: Duration = Duration::from_secs(60);
+/// A configured agent whose pod the cluster calls running is asked how it is so often, when there is no connection anyway.
+const ASK: Duration = Duration::from_secs(600);
 
 /// The runs that are heard. Never held over a wait.
 pub(crate) type Map = Mutex<HashMap<SandboxId, Arc<Live>>>;
@@ -38,7 +38,13 @@ pub(crate) struct Live {
     main: bool,
     channel: Mutex<Option<(Channel, Instant)>>,
     configured: AtomicBool,
+    /// When it is asked how it is, though there is no connection.
+    ask_at: Mutex<Instant>,
     boot_id: Mutex<Option<String>>,
+    /// How it is reached.
+    pub(crate) way: Way,
+    /// Told of a channel that takes the place of the one before.
+    moved: watch::Sender<()>,
     over: CancellationToken,
     hints: broadcast::Sender<SandboxId>,
 }
@@ -49,16 +55,44 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Live {
     /// The one connection, made anew when it was let go.
-    pub(crate) fn channel(&self, inner: &Arc<Inner>) -> Channel {
+    pub(crate) fn channel(self: &Arc<Self>, inner: &Arc<Inner>) -> Channel {
+        inner.see_to_port(self);
         let mut slot = lock(&self.channel);
-        let channel = slot.take().map_or_else(|| link::channel(inner, &self.id), |(channel, _)| channel);
+        let channel = slot.take().map_or_else(|| link::channel(inner, self), |(channel, _)| channel);
         *slot = Some((channel.clone(), Instant::now()));
         channel
     }
 
+    /// The same, without counting as a use of it.
+    fn channel_for_a_look(self: &Arc<Self>, inner: &Arc<Inner>) -> Channel {
+        let there = lock(&self.channel).as_ref().map(|(channel, _)| channel.clone());
+        there.unwrap_or_else(|| self.channel(inner))
+    }
+
+    /// From now on it is this one, by its own port. What is under way by the other one ends there.
+    pub(crate) fn go_by_port(&self, channel: Channel) {
+        *lock(&self.channel) = Some((channel, Instant::now()));
+        self.way.go_by_port();
+        self.moved.send_replace(());
+    }
+
+    /// Waits for the end of the run.
+    pub(crate) async fn is_over(&self) {
+        self.over.cancelled().await;
+    }
+
     /// Calls that are under way keep their connection.
-    fn let_go(&self) {
-        lock(&self.channel).take_if(|(_, used)| used.elapsed() >= IDLE);
+    fn let_go(&self, idle: Duration) {
+        lock(&self.channel).take_if(|(_, used)| used.elapsed() >= idle);
+    }
+
+    /// Whether more than its pod is to be looked at. The agent is the pod's first process: it ends with it, so that one that
+    /// has answered for this run need not say so again and again, at the price of a connection each time.
+    pub(crate) fn is_to_be_asked(&self) -> bool {
+        !self.is_configured()
+            || self.main
+            || lock(&self.channel).is_some()
+            || Instant::now() >= *lock(&self.ask_at)
     }
 
     /// Asks the agent how it is; none when it doesn't answer in time.
@@ -67,9 +101,10 @@ impl Live {
         inner: &Arc<Inner>,
         limit: Duration,
     ) -> Option<StatusResponse> {
-        let mut client = AgentClient::new(self.channel(inner));
+        let mut client = AgentClient::new(self.channel_for_a_look(inner));
         let status = timeout(limit, client.status(StatusRequest {})).await.ok()?.ok()?.into_inner();
         if status.configured && status.run == self.run.0 {
+            *lock(&self.ask_at) = Instant::now() + ASK;
             self.set_configured(inner, &status.boot_id);
         }
         Some(status)
@@ -80,9 +115,13 @@ impl Live {
         if let Some(boot_id) = words::boot_id(boot_id) {
             *lock(&self.boot_id) = Some(boot_id.to_owned());
         }
-        if !self.configured.swap(true, Ordering::Relaxed) && self.main {
+        if self.configured.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        if self.main {
             tokio::spawn(hear_events(self.clone(), Arc::downgrade(inner)));
         }
+        inner.see_to_port(self);
     }
 
     pub(crate) fn is_configured(&self) -> bool {
@@ -123,7 +162,10 @@ impl Inner {
             main,
             channel: Mutex::default(),
             configured: AtomicBool::new(false),
+            ask_at: Mutex::new(Instant::now() + spread(id)),
             boot_id: Mutex::new(record.boot_id.clone()),
+            way: Way::new(self.trust.is_some() && record.configured),
+            moved: watch::channel(()).0,
             over: CancellationToken::new(),
             hints: self.hints.clone(),
         });
@@ -133,6 +175,13 @@ impl Inner {
             live.set_configured(self, record.boot_id.as_deref().unwrap_or_default());
         }
         live
+    }
+
+    /// How many of those that are heard are reached by exec, and on ports of their own.
+    pub(crate) fn links(&self) -> [usize; 2] {
+        let all = lock(&self.live);
+        let by_port = all.values().filter(|live| live.way.is_by_port()).count();
+        [all.len() - by_port, by_port]
     }
 
     /// Nothing runs any more.
@@ -150,17 +199,29 @@ impl Inner {
 /// Lets go of connections that nobody uses, for as long as the driver lives.
 pub(crate) async fn tidy(inner: Arc<Inner>) {
     loop {
-        tokio::time::sleep(IDLE / 2).await;
-        lock(&inner.live).values().for_each(|live| live.let_go());
+        let idle = inner.config.idle;
+        tokio::time::sleep(idle / 2).await;
+        lock(&inner.live).values().for_each(|live| live.let_go(idle));
     }
+}
+
+/// A part of the time between two looks that is a sandbox's own: a gateway that starts does not ask all of them at once.
+fn spread(id: &SandboxId) -> Duration {
+    let sum = id.as_str().bytes().fold(7_u32, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+    ASK.mul_f64(f64::from(sum % 1000) / 1000.0)
 }
 
 /// Hears the agent of a run, until nobody needs it any more or the driver is gone.
 async fn hear_events(live: Arc<Live>, inner: std::sync::Weak<Inner>) {
-    let channel = || inner.upgrade().map(|inner| live.channel(&inner));
+    let mut moved = live.moved.subscribe();
     let hint = || drop(live.hints.send(live.id.clone()));
-    tokio::select! {
-        () = live.over.cancelled() => {}
-        () = listen(channel, hint, PAUSES) => {}
+    loop {
+        let channel = || inner.upgrade().map(|inner| live.channel(&inner));
+        tokio::select! {
+            () = live.over.cancelled() => return,
+            // Its end is told anew there.
+            Ok(()) = moved.changed() => {}
+            () = listen(channel, hint, PAUSES) => return,
+        }
     }
 }

@@ -3,11 +3,11 @@
 use std::borrow::Cow;
 
 use serde_json::{Value, json};
-use torpor_sandbox::{SandboxId, SandboxSpec};
+use torpor_sandbox::{SandboxId, SandboxSpec, spec::Endpoint};
 
 use crate::{
     client::Served,
-    config::{KubernetesConfig, is_label},
+    config::{AgentLink, KubernetesConfig, is_label},
     types::{GATEWAY, SANDBOX, claim_name, name},
 };
 
@@ -77,6 +77,15 @@ pub(crate) fn check(config: &KubernetesConfig, spec: &SandboxSpec) -> Result<(),
     }
     if spec.egress.is_some() {
         return Err("egress: where a pod may send to is the cluster's network policies' to say".to_owned());
+    }
+    let of_agent = |endpoint: &&Endpoint| endpoint.port == config.agent_port;
+    if config.agent_link == AgentLink::Mtls
+        && let Some(endpoint) = spec.endpoints.iter().find(of_agent)
+    {
+        return Err(format!(
+            "endpoints: '{}': port {} is where the agent itself answers in every pod; serve on another one, or have an administrator change `agent_port` under [kubernetes]",
+            endpoint.name, endpoint.port
+        ));
     }
     for volume in &spec.volumes {
         let (claim, path) = claim_of(&volume.source);

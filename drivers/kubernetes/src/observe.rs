@@ -84,6 +84,9 @@ impl Inner {
     /// A pod with a process of this run.
     async fn running(self: &Arc<Self>, live: &Arc<Live>) -> Observed {
         let run = live.run;
+        if !live.is_to_be_asked() {
+            return Observed::Running { run, agent: true };
+        }
         match live.status(self, AGENT_WAIT).await {
             Some(status) if status.run == run.0 => match status.main_exit {
                 Some(main) => Observed::Ended(Ended { run, exit: Exit::Code(main.code) }),
@@ -185,6 +188,7 @@ mod tests {
             grace: 10,
             node: String::new(),
             ip: String::new(),
+            other_ips: Vec::new(),
             why: "Evicted".into(),
             no_image: None,
             unschedulable: None,

@@ -257,6 +257,7 @@ mod tests {
             grace: 40,
             node: "node-1".into(),
             ip: String::new(),
+            other_ips: Vec::new(),
             why: String::new(),
             no_image: None,
             unschedulable: None,

@@ -1,6 +1,9 @@
 //! What lasts of a sandbox beside the cluster's objects: its spec and its present run. And who this driver is.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 use serde::{Deserialize, Serialize};
 use torpor_driver_common::{
@@ -38,9 +41,14 @@ pub(crate) struct Store {
     pub(crate) identity: String,
 }
 
+/// The driver's own of a state directory.
+pub(crate) fn folder(state_dir: &Path) -> PathBuf {
+    state_dir.join("kubernetes")
+}
+
 impl Store {
     pub(crate) fn open(state_dir: &Path) -> Result<Self, ConfigError> {
-        let folder = state_dir.join("kubernetes");
+        let folder = folder(state_dir);
         let error = |what, path: &Path| {
             let path = path.to_owned();
             move |source| ConfigError::File { what, path, source }

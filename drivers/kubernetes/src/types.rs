@@ -1,5 +1,7 @@
 //! What is read of the cluster's objects. Own types: both versions of a Sandbox are one, and what isn't used isn't kept.
 
+use std::net::IpAddr;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::Object;
 use serde::{Deserialize, Serialize};
@@ -13,6 +15,9 @@ pub(crate) const GATEWAY: &str = "torpor.dev/gateway";
 pub(crate) const SANDBOX: &str = "torpor.dev/sandbox";
 /// The run that a Sandbox was told to run for last.
 pub(crate) const RUN: &str = "torpor.dev/run";
+
+/// Kept of a pod's addresses beside its first; there is one of each family.
+const OTHER_IPS: usize = 3;
 
 pub(crate) type Sandbox = Object<SandboxSpec, SandboxStatus>;
 pub(crate) type Pod = Object<PodSpec, PodStatus>;
@@ -116,9 +121,17 @@ pub(crate) struct PodStatus {
     message: String,
     #[serde(rename = "podIP")]
     pod_ip: String,
+    #[serde(rename = "podIPs")]
+    pod_ips: Vec<PodAddress>,
     conditions: Vec<RawCondition>,
     container_statuses: Vec<ContainerStatus>,
     init_container_statuses: Vec<ContainerStatus>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(default)]
+struct PodAddress {
+    ip: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -198,6 +211,8 @@ pub(crate) struct SeenPod {
     pub(crate) grace: u64,
     pub(crate) node: String,
     pub(crate) ip: String,
+    /// Those beside it, of a pod in two families.
+    pub(crate) other_ips: Vec<String>,
     /// Why it is as it is: "Evicted: …".
     pub(crate) why: String,
     /// Its image can't be had.
@@ -206,6 +221,16 @@ pub(crate) struct SeenPod {
     pub(crate) unschedulable: Option<String>,
     /// Its agent came by an image volume.
     pub(crate) agent_volume: bool,
+}
+
+impl SeenPod {
+    /// Where something of the pod's can be reached: no address of everybody or of many.
+    pub(crate) fn addresses(&self) -> Vec<IpAddr> {
+        let all = std::iter::once(&self.ip).chain(&self.other_ips);
+        all.filter_map(|text| text.parse().ok())
+            .filter(|ip: &IpAddr| !ip.is_unspecified() && !ip.is_multicast())
+            .collect()
+    }
 }
 
 /// The name of a sandbox's objects.
@@ -306,6 +331,13 @@ impl From<&Pod> for SeenPod {
             grace: object.spec.termination_grace_period_seconds.unwrap_or(30),
             node: object.spec.node_name.clone().unwrap_or_default(),
             ip: status.pod_ip.clone(),
+            other_ips: status
+                .pod_ips
+                .iter()
+                .filter(|one| one.ip != status.pod_ip)
+                .take(OTHER_IPS)
+                .map(|one| one.ip.clone())
+                .collect(),
             why,
             no_image,
             agent_volume: object
@@ -339,6 +371,27 @@ mod tests {
             [(r#""replicas":0"#, Mode::Suspended), (r#""replicas":1"#, Mode::Running), ("", Mode::Running)]
         {
             assert_eq!(read(&format!(r#"{{"metadata":{{}},"spec":{{{replicas}}}}}"#)).mode, mode);
+        }
+    }
+
+    #[test]
+    fn a_pod_has_an_address_of_each_family_none_or_no_good_one() {
+        let read = |status: &str| {
+            let text = format!(r#"{{"metadata":{{"uid":"p"}},"spec":{{}},"status":{status}}}"#);
+            SeenPod::from(&serde_json::from_str::<Pod>(&text).unwrap()).addresses()
+        };
+        let both = read(r#"{"podIP":"10.1.0.3","podIPs":[{"ip":"10.1.0.3"},{"ip":"fd00::3"}]}"#);
+        assert_eq!(both, ["10.1.0.3".parse::<IpAddr>().unwrap(), "fd00::3".parse().unwrap()]);
+        assert_eq!(read(r#"{"podIP":"fd00::3"}"#).len(), 1);
+        for none in [
+            "{}",
+            r#"{"podIP":""}"#,
+            r#"{"podIP":"0.0.0.0"}"#,
+            r#"{"podIP":"::"}"#,
+            r#"{"podIP":"224.0.0.1"}"#,
+            r#"{"podIP":"host"}"#,
+        ] {
+            assert!(read(none).is_empty(), "{none}");
         }
     }
 

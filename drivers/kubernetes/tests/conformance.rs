@@ -17,7 +17,7 @@ use kube::{
     config::{KubeConfigOptions, Kubeconfig},
     core::{ApiResource, GroupVersionKind},
 };
-use torpor_driver_kubernetes::{KubernetesConfig, KubernetesDriver};
+use torpor_driver_kubernetes::{AgentLink, KubernetesConfig, KubernetesDriver};
 use torpor_sandbox::{ComputeDriver, Run, SandboxId, SandboxSpec, conformance, conformance::Harness};
 use torpor_test_kube::{Behaviour, Generation};
 
@@ -76,6 +76,17 @@ async fn with_agents() -> Option<Pods> {
 }
 
 conformance!(real_agents, with_agents());
+
+/// And with these on ports of their own.
+async fn by_ports() -> Option<Pods> {
+    let agent = common::agent("conformance with agents on ports of their own")?;
+    let behaviour = Behaviour { agent: Some(agent), ..Behaviour::default() };
+    let on_port = |config: &mut KubernetesConfig| config.agent_link = AgentLink::Mtls;
+    let (bench, driver) = Bench::with(Generation::Stable, behaviour, on_port).await;
+    Some(Pods { bench, driver: Mutex::new(Some(driver)) })
+}
+
+conformance!(ports_of_agents, by_ports());
 
 /// The same of a cluster that is known by its URL and a token alone: a real one with `TORPOR_TEST_CLUSTER=URL`,
 /// `TORPOR_TEST_CLUSTER_TOKEN`, `TORPOR_TEST_CLUSTER_CA=FILE` for https, `TORPOR_TEST_CLUSTER_NAMESPACE` ("sandboxes"),

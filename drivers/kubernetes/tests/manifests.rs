@@ -144,8 +144,8 @@ fn names_and_labels_fit_together_and_nothing_runs_as_root() {
 #[test]
 fn pods_of_sandboxes_do_not_reach_the_gateway() {
     let (policies, sets) = (of_kind("NetworkPolicy"), of_kind("StatefulSet"));
-    let [policy] = policies.as_slice() else { panic!("{policies:?}") };
-    assert_eq!(policy["metadata"]["namespace"], sets[0]["metadata"]["namespace"]);
+    let gateways = |policy: &&Value| policy["metadata"]["namespace"] == sets[0]["metadata"]["namespace"];
+    let policy = policies.iter().find(gateways).expect("one for the gateway's namespace");
     let labels = &sets[0]["spec"]["template"]["metadata"]["labels"];
     assert_eq!(policy["spec"]["podSelector"]["matchLabels"], *labels);
     assert_eq!(policy["spec"]["policyTypes"], serde_json::json!(["Ingress"]));
@@ -168,4 +168,41 @@ fn pods_of_sandboxes_do_not_reach_the_gateway() {
             sets[0]["spec"]["template"]["spec"]["containers"][0]["ports"][0]["containerPort"]
         );
     }
+}
+
+#[test]
+fn only_the_gateways_pods_reach_the_agents_port_and_all_others_stay_as_they_were() {
+    let (policies, sets, maps) = (of_kind("NetworkPolicy"), of_kind("StatefulSet"), of_kind("ConfigMap"));
+    let config = maps[0]["data"]["torpor.toml"].as_str().unwrap();
+    assert!(config.contains("agent_link = \"mtls\""));
+    let line = config.lines().find_map(|line| line.trim().strip_prefix("agent_port = ")).unwrap();
+    let port: u64 = line.parse().unwrap();
+    let sandboxes = config.lines().find_map(|line| line.trim().strip_prefix("namespace = ")).unwrap();
+    let of_agents = |policy: &&Value| policy["metadata"]["name"] == "torpor-agents";
+    let policy = policies.iter().find(of_agents).unwrap();
+    assert_eq!(policy["metadata"]["namespace"], sandboxes.trim_matches('"'));
+    // As the driver labels pods, see types.rs and manifest.rs.
+    let labels = serde_json::json!({"app.kubernetes.io/managed-by": "torpor"});
+    assert_eq!(policy["spec"]["podSelector"]["matchLabels"], labels);
+    let rules = policy["spec"]["ingress"].as_array().unwrap();
+    let [gateway, others] = rules.as_slice() else { panic!("{rules:?}") };
+    let [from] = gateway["from"].as_array().unwrap().as_slice() else { panic!("{gateway}") };
+    assert_eq!(from["podSelector"]["matchLabels"], sets[0]["spec"]["template"]["metadata"]["labels"]);
+    let namespace = &from["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"];
+    assert_eq!(namespace, &sets[0]["metadata"]["namespace"]);
+    assert_eq!(gateway["ports"], serde_json::json!([{"protocol": "TCP", "port": port}]));
+    // Everybody reaches every port but that one.
+    assert!(others["from"].is_null());
+    let open = |protocol: &str, port: u64| {
+        others["ports"].as_array().unwrap().iter().any(|range| {
+            let (first, last) = (range["port"].as_u64().unwrap(), range["endPort"].as_u64().unwrap());
+            range["protocol"] == protocol && (first..=last).contains(&port)
+        })
+    };
+    for protocol in ["TCP", "UDP", "SCTP"] {
+        for one in [1, 22, port - 1, port + 1, 8080, 65535] {
+            assert!(open(protocol, one), "{protocol} {one}");
+        }
+    }
+    assert!(!open("TCP", port));
 }

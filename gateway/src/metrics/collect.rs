@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use torpor_sandbox::Phase;
 
-use super::{Name, calls::Calls, text::Text};
+use super::{Label, Name, calls::Calls, text::Text};
 use crate::{reconcile::Reconciler, service::Service, store::StoreError};
 
 /// Where figures come from.
@@ -46,6 +46,17 @@ impl Sources {
             ([can.name.into(), can.version.into(), can.machine.into()], 1.0)
         });
         text.gauges(&name, all);
+        let help = "Agents by the way that they are reached, of drivers that have more than one.";
+        let name = Name { name: "torpor_agent_links", help, labels: ["driver", "link"] };
+        let mut links = Vec::new();
+        for driver in self.service.drivers.all() {
+            let of: Label = driver.capabilities().name.into();
+            let all = driver.agent_links().into_iter();
+            links.extend(all.map(|(link, count)| ([of.clone(), link.into()], count as f64)));
+        }
+        if !links.is_empty() {
+            text.gauges(&name, links);
+        }
     }
 
     async fn records(&self, text: &mut Text) -> Result<(), StoreError> {

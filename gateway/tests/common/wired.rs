@@ -99,6 +99,12 @@ impl agent_server::Agent for Agent {
     ) -> Result<Response<agent::StatusResponse>, Status> {
         absent()
     }
+    async fn enroll(
+        &self,
+        _: Request<agent::EnrollRequest>,
+    ) -> Result<Response<agent::EnrollResponse>, Status> {
+        absent()
+    }
     /// `cat` gives its input back, every other command its arguments.
     async fn exec(
         &self,

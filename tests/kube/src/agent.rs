@@ -139,6 +139,13 @@ impl agent_server::Agent for Service {
         }))
     }
 
+    async fn enroll(
+        &self,
+        _: Request<agent::EnrollRequest>,
+    ) -> Result<Response<agent::EnrollResponse>, Status> {
+        absent()
+    }
+
     async fn exec(
         &self,
         request: Request<Streaming<agent::ExecInput>>,

@@ -2,9 +2,13 @@
 
 use std::{
     collections::HashMap,
+    hash::{BuildHasher as _, Hasher as _, RandomState},
     path::{Path, PathBuf},
     process::Stdio,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -41,12 +45,29 @@ enum Agent {
 }
 
 /// The pods that run, by uid.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Kubelet {
     pods: Mutex<HashMap<String, Arc<Running>>>,
+    /// The beginning of the addresses of its pods, and how many there were.
+    network: [u8; 2],
+    made: AtomicU64,
+}
+
+impl Default for Kubelet {
+    fn default() -> Self {
+        // Others on this machine have pods, too.
+        let [a, b, ..] = RandomState::new().build_hasher().finish().to_le_bytes();
+        Self { pods: Mutex::default(), network: [64 + a % 64, b], made: AtomicU64::new(0) }
+    }
 }
 
 impl Kubelet {
+    /// An address that an agent on this machine can listen on.
+    fn address(&self) -> String {
+        let ([a, b], made) = (self.network, self.made.fetch_add(1, Ordering::Relaxed));
+        format!("127.{a}.{b}.{}", 1 + made % 254)
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Arc<Running>>> {
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -188,10 +209,16 @@ async fn boot(world: Arc<World>, key: Key, uid: String) {
             }
         },
     };
+    let ips = match &agent {
+        Agent::Local(_) => vec!["10.1.0.1".to_owned()],
+        Agent::Process { .. } if behaviour.pod_ips.is_empty() => vec![world.kubelet.address()],
+        Agent::Process { .. } => behaviour.pod_ips,
+    };
     world.kubelet.lock().insert(uid.clone(), Arc::new(Running { agent, ended }));
     world.edit(&key, Part::Status, |pod| {
         pod["status"] = json!({
-            "phase": "Running", "podIP": "10.1.0.1",
+            "phase": "Running", "podIP": ips[0],
+            "podIPs": ips.iter().map(|ip| json!({"ip": ip})).collect::<Vec<_>>(),
             "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}],
             "containerStatuses": [{"name": "sandbox", "ready": true, "state": {"running": {}}}],
         });

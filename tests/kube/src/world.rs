@@ -122,6 +122,8 @@ pub struct Behaviour {
     pub bookmark: Duration,
     /// A static torpor-agent: pods run it as a process of this machine. None: an agent within this program.
     pub agent: Option<std::path::PathBuf>,
+    /// Addresses of pods that run one. None: each has one of the loopback's of its own.
+    pub pod_ips: Vec<String>,
     /// Pods stay Pending: no node has room.
     pub unschedulable: bool,
     /// Their image can't be pulled.
@@ -136,6 +138,7 @@ impl Default for Behaviour {
             linger: Duration::from_millis(20),
             bookmark: Duration::from_secs(1),
             agent: None,
+            pod_ips: Vec::new(),
             unschedulable: false,
             no_image: false,
         }
