@@ -1,6 +1,8 @@
 //! A driver that only pretends: scripted delays, faults and losses, no I/O. It also keeps watch: a verb that runs twice
 //! at once for one sandbox, a second compute, or a start of an old run is noted as a violation.
 
+mod kept;
+
 use std::{
     collections::BTreeMap,
     sync::{
@@ -29,6 +31,9 @@ use crate::{
     spec::{Egress, SandboxSpec},
     update::Field,
 };
+
+pub use self::kept::Kept;
+use self::kept::KeptPiece;
 
 /// The verbs that can be made to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -111,53 +116,6 @@ struct World {
     spec: Option<Box<SandboxSpec>>,
     #[serde(skip)]
     busy: u32,
-}
-
-/// A piece of the pretended world that outlives its process: what one sandbox has come to, or what went against the
-/// contract.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Kept(KeptPiece);
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-enum KeptPiece {
-    World(SandboxId, World),
-    Violation(String),
-}
-
-impl Kept {
-    /// The violation, if it is one.
-    pub fn violation(&self) -> Option<&str> {
-        match &self.0 {
-            KeptPiece::Violation(text) => Some(text),
-            KeptPiece::World(..) => None,
-        }
-    }
-
-    /// A sandbox and its stored spec.
-    pub fn spec(&self) -> Option<(&SandboxId, &SandboxSpec)> {
-        match &self.0 {
-            KeptPiece::World(id, world) => world.spec.as_deref().map(|spec| (id, spec)),
-            KeptPiece::Violation(_) => None,
-        }
-    }
-
-    /// A sandbox, and where its compute may send to by its own policy.
-    pub fn egress(&self) -> Option<(&SandboxId, Option<&Egress>)> {
-        match &self.0 {
-            KeptPiece::Violation(_) => None,
-            KeptPiece::World(id, world) => Some((id, world.egress.as_ref())),
-        }
-    }
-
-    /// A sandbox, the number of its disk if it has one, and whether its compute runs.
-    pub fn sandbox(&self) -> Option<(&SandboxId, Option<u64>, bool)> {
-        match &self.0 {
-            KeptPiece::Violation(_) => None,
-            KeptPiece::World(id, world) => {
-                Some((id, world.storage.then_some(world.disk_id), world.compute.is_some()))
-            }
-        }
-    }
 }
 
 /// Puts a piece where the next process finds it.
