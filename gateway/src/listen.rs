@@ -39,6 +39,7 @@ use tower::{Service, ServiceExt as _};
 
 use crate::{
     access::{Peer, certificate_subject},
+    authority::Authorities,
     config::{Anonymous, TcpConfig},
     serve::ServeError,
 };
@@ -230,6 +231,8 @@ async fn accept(listener: &Listener) -> io::Result<(Stream, Peer)> {
 struct Heard<S> {
     inner: S,
     heard: Arc<AtomicBool>,
+    /// Of a unix connection: it has them changed.
+    authorities: Option<Authorities>,
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
@@ -242,6 +245,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
         let read = Pin::new(&mut self.inner).poll_read(context, buffer);
         if buffer.filled().len() > before {
             self.heard.store(true, Ordering::Relaxed);
+            if let Some(authorities) = &mut self.authorities {
+                authorities.mend(&mut buffer.filled_mut()[before..]);
+            }
         }
         read
     }
@@ -296,6 +302,7 @@ async fn carry<S>(
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + Sync + 'static,
     S::Future: Send,
 {
+    let authorities = matches!(peer, Peer::Unix { .. }).then(Authorities::default);
     let named = tower::service_fn(move |mut request: Request<Incoming>| {
         let mut peer = peer.clone();
         if let Peer::Plain { anonymous, .. } = &mut peer
@@ -317,7 +324,7 @@ async fn carry<S>(
         .keep_alive_timeout(KEEP_ALIVE);
     builder.http1().timer(TokioTimer::new()).header_read_timeout(GREETING);
     let heard = Arc::new(AtomicBool::new(false));
-    let stream = Heard { inner: stream, heard: heard.clone() };
+    let stream = Heard { inner: stream, heard: heard.clone(), authorities };
     let connection =
         builder.serve_connection_with_upgrades(TokioIo::new(stream), TowerToHyperService::new(named));
     let silent = async {
