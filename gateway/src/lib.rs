@@ -8,6 +8,7 @@
 mod access;
 pub mod admin;
 mod api;
+mod authority;
 mod byid;
 pub mod config;
 pub mod containers;
@@ -33,6 +34,7 @@ mod pools;
 mod pressure;
 mod progress;
 mod reconcile;
+mod reflect;
 mod serve;
 mod service;
 mod sessions;

@@ -39,6 +39,7 @@ use tower::{Service, ServiceExt as _};
 
 use crate::{
     access::{Peer, certificate_subject},
+    authority::Authorities,
     config::{Anonymous, TcpConfig},
     places::Places,
     serve::ServeError,
@@ -256,6 +257,8 @@ impl Whose {
 struct Heard<S> {
     inner: S,
     heard: Arc<AtomicUsize>,
+    /// Of a unix connection: it has them changed.
+    authorities: Option<Authorities>,
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
@@ -266,8 +269,14 @@ impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.inner).poll_read(context, buffer);
-        if self.heard.load(Ordering::Relaxed) < PREFACE {
-            self.heard.fetch_add(buffer.filled().len() - before, Ordering::Relaxed);
+        let fresh = buffer.filled().len() - before;
+        if fresh > 0 && self.heard.load(Ordering::Relaxed) < PREFACE {
+            self.heard.fetch_add(fresh, Ordering::Relaxed);
+        }
+        if fresh > 0
+            && let Some(authorities) = &mut self.authorities
+        {
+            authorities.mend(&mut buffer.filled_mut()[before..]);
         }
         read
     }
@@ -324,6 +333,7 @@ async fn carry<S>(
 {
     let heard = Arc::new(AtomicUsize::new(0));
     let asked = heard.clone();
+    let authorities = matches!(peer, Peer::Unix { .. }).then(Authorities::default);
     let named = tower::service_fn(move |mut request: Request<Incoming>| {
         asked.store(PREFACE, Ordering::Relaxed);
         let mut peer = peer.clone();
@@ -345,7 +355,7 @@ async fn carry<S>(
         .keep_alive_interval(KEEP_ALIVE)
         .keep_alive_timeout(KEEP_ALIVE);
     builder.http1().timer(TokioTimer::new()).header_read_timeout(GREETING);
-    let stream = Heard { inner: stream, heard: heard.clone() };
+    let stream = Heard { inner: stream, heard: heard.clone(), authorities };
     let connection =
         builder.serve_connection_with_upgrades(TokioIo::new(stream), TowerToHyperService::new(named));
     let silent = async {

@@ -52,6 +52,7 @@ use crate::{
     pressure::Pressure,
     progress::Progress,
     reconcile::Reconciler,
+    reflect,
     service::Service,
     sessions::Sessions,
     simworld,
@@ -347,10 +348,6 @@ async fn services(service: Arc<Service>, gateway_id: String, config: &Config) ->
     reporter.set_serving::<FilesServer<FilesApi>>().await;
     reporter.set_serving::<OpenShellServer<OpenShellApi>>().await;
     reporter.set_serving::<GatewayServer<GatewayApi>>().await;
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(torpor_proto::DESCRIPTORS)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1();
     let gateway = GatewayApi {
         service: service.clone(),
         gateway_id,
@@ -358,25 +355,23 @@ async fn services(service: Arc<Service>, gateway_id: String, config: &Config) ->
         run_dir: config.run_dir.clone(),
         started: SystemTime::now(),
     };
-    let sandboxes =
-        SandboxesServer::new(SandboxesApi(service.clone())).max_decoding_message_size(LARGEST_MESSAGE);
     let tcp = config.tcp.first().map(|tcp| (tcp.address, !tcp.plaintext));
-    let openshell = OpenShellServer::new(OpenShellApi::new(service.clone(), tcp))
-        .max_decoding_message_size(LARGEST_MESSAGE);
+    let openshell = OpenShellApi::new(service.clone(), tcp);
     let mut routes = Routes::new(health);
-    match reflection {
-        Ok(reflection) => routes = routes.add_service(reflection),
+    match reflect::services(torpor_proto::DESCRIPTORS) {
+        Ok((latest, alpha)) => routes = routes.add_service(latest).add_service(alpha),
         Err(error) => tracing::error!(%error, "gRPC reflection is off"),
     }
+    let most = LARGEST_MESSAGE;
     routes
-        .add_service(sandboxes)
-        .add_service(openshell)
-        .add_service(WorkspacesServer::new(WorkspacesApi(service.clone())))
-        .add_service(AccessServer::new(AccessApi(service.clone())))
-        .add_service(FilesServer::new(FilesApi(service.clone())))
-        .add_service(TemplatesServer::new(TemplatesApi(service.clone())))
-        .add_service(ImagesServer::new(ImagesApi(service)))
-        .add_service(GatewayServer::new(gateway))
+        .add_service(SandboxesServer::new(SandboxesApi(service.clone())).max_decoding_message_size(most))
+        .add_service(OpenShellServer::new(openshell).max_decoding_message_size(most))
+        .add_service(WorkspacesServer::new(WorkspacesApi(service.clone())).max_decoding_message_size(most))
+        .add_service(AccessServer::new(AccessApi(service.clone())).max_decoding_message_size(most))
+        .add_service(FilesServer::new(FilesApi(service.clone())).max_decoding_message_size(most))
+        .add_service(TemplatesServer::new(TemplatesApi(service.clone())).max_decoding_message_size(most))
+        .add_service(ImagesServer::new(ImagesApi(service)).max_decoding_message_size(most))
+        .add_service(GatewayServer::new(gateway).max_decoding_message_size(most))
 }
 
 /// One arm per driver.

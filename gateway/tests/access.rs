@@ -4,6 +4,8 @@
 mod common;
 #[path = "access/matrix.rs"]
 mod matrix;
+#[path = "access/theirs.rs"]
+mod theirs;
 
 use std::{collections::BTreeSet, path::PathBuf, time::Duration};
 
@@ -175,7 +177,8 @@ async fn every_method_lets_in_whom_it_should_and_nobody_else() {
     ];
     let channel = tcp(address).await;
     let mut wrong = Vec::new();
-    for (path, message, expected) in matrix() {
+    // Ours last: the last of them deletes the box.
+    for (path, message, expected) in theirs::rows().into_iter().chain(matrix()) {
         let mut found = String::new();
         let mut said = Vec::new();
         for caller in &callers {
@@ -191,18 +194,19 @@ async fn every_method_lets_in_whom_it_should_and_nobody_else() {
 }
 
 #[test]
-fn the_matrix_has_every_method_of_our_own_interface() {
+fn the_matrix_has_every_method_that_is_served() {
     let all = prost_types::FileDescriptorSet::decode(torpor_proto::DESCRIPTORS).unwrap();
     let declared: BTreeSet<String> = all
         .file
         .iter()
-        .filter(|file| file.package() == "torpor.v1")
-        .flat_map(|file| &file.service)
-        .flat_map(|service| {
-            service.method.iter().map(|method| format!("torpor.v1.{}/{}", service.name(), method.name()))
+        .filter(|file| ["torpor.v1", "openshell.v1"].contains(&file.package()))
+        .flat_map(|file| file.service.iter().map(|service| (file.package(), service)))
+        .flat_map(|(package, service)| {
+            service.method.iter().map(move |method| format!("{package}.{}/{}", service.name(), method.name()))
         })
         .collect();
-    let tested: BTreeSet<String> = matrix().into_iter().map(|(path, ..)| path.to_owned()).collect();
+    let rows = theirs::rows().into_iter().chain(matrix());
+    let tested: BTreeSet<String> = rows.map(|(path, ..)| path.to_owned()).collect();
     let missing: Vec<_> = declared.difference(&tested).collect();
     assert!(missing.is_empty(), "{missing:?}");
 }
@@ -401,6 +405,19 @@ async fn a_token_is_good_until_it_is_revoked_and_never_for_more_than_its_maker_h
     ] {
         assert_eq!(client.create_token(beyond).await.unwrap_err().code(), Code::PermissionDenied);
     }
+    // Nothing that was asked for is left out silently.
+    let mut maker = AccessClient::new(admin.clone());
+    for mixed in [
+        v1::CreateTokenRequest { all_workspaces: true, workspace: "team".into(), ..editor.clone() },
+        v1::CreateTokenRequest {
+            all_workspaces: true,
+            sandbox: "team/box".into(),
+            role: 0,
+            ..editor.clone()
+        },
+    ] {
+        assert_eq!(maker.create_token(mixed).await.unwrap_err().code(), Code::InvalidArgument);
+    }
     let elsewhere = v1::CreateTokenRequest { workspace: "default".into(), ..editor };
     assert_eq!(client.create_token(elsewhere).await.unwrap_err().code(), Code::NotFound);
     let listed = client.list_tokens(v1::ListTokensRequest::default()).await.unwrap().into_inner();
@@ -455,6 +472,63 @@ async fn changes_and_refusals_are_in_the_audit_log_with_who_made_them() {
     assert_eq!((&refused[0]["subject"], &refused[0]["about"]), (&"anonymous".into(), &"box".into()));
     assert_eq!(refused[0]["outcome"], "7", "{text}");
     assert!(of("torpor.v1.Sandboxes/Get").is_empty(), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_audit_log_says_what_was_made_and_who_was_refused_by_whatever_way() {
+    let listener = plain(Anonymous::None);
+    let address = listener.address;
+    let world = World::with(Script::default(), |config| config.tcp = vec![listener]).await;
+    let admin = world.channel().await;
+    workspace(&admin, "team").await;
+    let made = sandbox(&admin, "team/box").await;
+    let set = v1::SetMemberRequest {
+        workspace: "team".into(),
+        subject: "uid:4242".into(),
+        role: v1::Role::Viewer.into(),
+    };
+    WorkspacesClient::new(admin.clone()).set_member(set).await.unwrap();
+    let request = v1::CreateTemplateRequest { name: "team/base".into(), ..Default::default() };
+    TemplatesClient::new(admin.clone()).create(request).await.unwrap();
+    let within = v1::CreateTokenRequest { sandbox: "team/box".into(), ..Default::default() };
+    let secret = token(&admin, within).await.secret;
+    // A sandbox's token may not delete: once by gRPC, once as JSON.
+    let request = v1::DeleteSandboxRequest {
+        target: Some(v1::Target { sandbox: "team/box".into(), ..Default::default() }),
+        ..Default::default()
+    };
+    let mut request = Request::new(request);
+    request.metadata_mut().insert("authorization", format!("Bearer {secret}").parse().unwrap());
+    let mut within = SandboxesClient::new(tcp(address).await);
+    assert_eq!(within.delete(request).await.unwrap_err().code(), Code::PermissionDenied);
+    let mut plain = tokio::net::TcpStream::connect(address).await.unwrap();
+    let head = format!(
+        "DELETE /v1/sandboxes/box HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n\r\n"
+    );
+    tokio::io::AsyncWriteExt::write_all(&mut plain, head.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    tokio::io::AsyncReadExt::read_to_string(&mut plain, &mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 403"), "{answer}");
+
+    let text = std::fs::read_to_string(world.config.state_dir.join("audit.log")).unwrap();
+    let lines: Vec<serde_json::Value> =
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let about = |method: &str| {
+        let line = lines.iter().find(|line| line["method"] == method).unwrap();
+        line["about"].as_str().unwrap().to_owned()
+    };
+    let about_made = about("torpor.v1.Sandboxes/Create");
+    assert!(about_made.contains(&made.id) && about_made.contains("team/box"), "{about_made}");
+    assert_eq!(about("torpor.v1.Workspaces/SetMember"), "team/uid:4242");
+    assert_eq!(about("torpor.v1.Templates/Create"), "team/base");
+    let refused: Vec<_> =
+        lines.iter().filter(|line| line["method"] == "torpor.v1.Sandboxes/Delete").collect();
+    assert_eq!(refused.len(), 2, "{text}");
+    for line in refused {
+        assert_eq!((&line["outcome"], &line["by"]), (&"PERMISSION_DENIED".into(), &"token".into()));
+        let known = line["subject"].as_str().unwrap();
+        assert!(known.starts_with("token:") && known.len() > 6, "{text}");
+    }
 }
 
 struct Authority {

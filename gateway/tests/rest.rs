@@ -115,6 +115,21 @@ async fn curl_takes_a_sandbox_through_its_life() {
 }
 
 #[tokio::test]
+async fn curl_asks_for_heads_alone_over_both_versions_of_http() {
+    if !have_curl("curl_asks_for_heads_alone_over_both_versions_of_http").await {
+        return;
+    }
+    let world = World::new(Script::default()).await;
+    for version in ["--http1.1", "--http2-prior-knowledge"] {
+        for (path, code) in [("/v1/health", 200), ("/v1/sandboxes/none", 404), ("/openapi.json", 200)] {
+            let (found, head) = text(&world, path, &["-I", version]).await;
+            assert_eq!(found, code, "{version} {path}: {head}");
+            assert!(head.contains("application/json"), "{version} {path}: {head}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn curl_sees_changes_as_they_happen() {
     if !have_curl("curl_sees_changes_as_they_happen").await {
         return;

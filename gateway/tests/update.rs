@@ -412,6 +412,33 @@ async fn an_update_that_stops_on_the_way_blocks_start_until_it_is_finished() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_pending_update_does_not_undo_what_was_written_after_it() {
+    let (world, mut client, before) = stopped().await;
+    world.sim.fail_next(Verb::Update, backend());
+    let request = v1::UpdateSandboxRequest {
+        target: at(&before),
+        environment: words(&[("B", "2")]),
+        labels: words(&[("by", "older")]),
+        annotations: words(&[("by", "older")]),
+        ..Default::default()
+    };
+    refused(&update(&mut client, request).await.unwrap_err(), Code::Internal, "UPDATE_PENDING");
+    let now = get(&mut client, "web").await;
+    let newer = v1::UpdateSandboxRequest {
+        target: at(&now),
+        labels: words(&[("by", "newer")]),
+        ..Default::default()
+    };
+    let newer = update(&mut client, newer).await.unwrap();
+    assert_eq!(newer.labels, map(&[("by", "newer")]));
+    assert!(pending(&newer).is_some(), "the rest goes on being pending");
+    let done = finish(&mut client, "web", false).await.unwrap();
+    assert_eq!(done.labels, map(&[("by", "newer")]), "of the one that was answered last");
+    assert_eq!(done.annotations, map(&[("by", "older")]), "nobody has written others");
+    assert_eq!(spec(&done).environment, map(&[("B", "2")]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_pending_update_can_be_given_up_and_what_was_done_of_it_stays() {
     let (world, mut client, before) = stopped().await;
     world.sim.fail_next(Verb::Update, backend());

@@ -5,6 +5,8 @@
 mod common;
 #[path = "web/metrics.rs"]
 mod metrics;
+#[path = "web/openshell.rs"]
+mod openshell;
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -79,6 +81,42 @@ async fn a_client_that_knows_nothing_learns_all_by_reflection() {
     let found = ask("web").await.unwrap().into_inner();
     assert_eq!(found.get_field_by_name("name").unwrap().as_str(), Some("web"));
     assert_eq!(ask("none").await.unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_question_that_has_no_answer_is_not_the_end_of_the_others() {
+    let world = World::new(Script::default()).await;
+    let asked = |one| ServerReflectionRequest { host: String::new(), message_request: Some(one) };
+    let questions = [
+        asked(MessageRequest::FileContainingSymbol("nope".into())),
+        ServerReflectionRequest::default(),
+        asked(MessageRequest::FileByFilename("nope.proto".into())),
+        asked(MessageRequest::ListServices(String::new())),
+    ];
+    // Both versions are the same but for their package.
+    for package in ["v1", "v1alpha"] {
+        let path = format!("/grpc.reflection.{package}.ServerReflection/ServerReflectionInfo");
+        let there = move |mut request: http::Request<tonic::body::Body>| {
+            *request.uri_mut() = path.parse().unwrap();
+            request
+        };
+        let channel = tower::ServiceExt::map_request(world.channel().await, there);
+        let asked = tokio_stream::iter(questions.clone());
+        let answers = ServerReflectionClient::new(channel).server_reflection_info(asked).await;
+        let mut answers = answers.unwrap().into_inner();
+        for code in [Code::NotFound, Code::InvalidArgument, Code::NotFound] {
+            let answer = answers.message().await.unwrap().unwrap().message_response.unwrap();
+            let MessageResponse::ErrorResponse(error) = answer else { panic!("{answer:?}") };
+            assert_eq!(Code::from(error.error_code), code, "{error:?}");
+        }
+        let last = answers.message().await.unwrap().unwrap().message_response.unwrap();
+        let MessageResponse::ListServicesResponse(all) = last else { panic!("{last:?}") };
+        let names: Vec<String> = all.service.into_iter().map(|service| service.name).collect();
+        assert!(names.iter().any(|name| name == "openshell.v1.OpenShell"), "{names:?}");
+        assert!(names.iter().any(|name| name.contains("v1alpha")), "{names:?}");
+        assert!(!names.iter().any(|name| name.contains("Agent")), "{names:?}");
+        assert!(answers.message().await.unwrap().is_none());
+    }
 }
 
 /// A whole answer over a fresh connection: status line and headers, and the body without its chunks.

@@ -1,11 +1,14 @@
 """The gateway, workspaces, templates, providers, sandboxes as records, and rights."""
 
 import json
+import os
+import urllib.request
 
 from google.protobuf import duration_pb2
 from openshell import DeletionOutcome, SandboxClient, ServiceExposure, WorkspaceClient
 from openshell._proto import datamodel_pb2 as dm
 from openshell._proto import openshell_pb2 as os_pb2
+from openshell._proto import openshell_pb2_grpc
 from openshell._proto import sandbox_pb2
 
 from harness import WORKSPACE, Code, check, equal, fails, scope
@@ -31,6 +34,20 @@ def gateway_info_names_its_drivers(w):
 def the_current_user_is_told_who_it_is(w):
     user = w.stub.GetCurrentUser(os_pb2.GetCurrentUserRequest())
     assert user.subject and user.identity_provider and "admin" in user.roles, user
+
+
+@check
+def the_unix_socket_serves_the_same_client(w):
+    socket = os.environ["TORPOR_ENDPOINT"]
+    assert socket.startswith("unix:///"), socket
+    for endpoint in (socket, "unix:" + socket.removeprefix("unix://")):
+        with SandboxClient(endpoint, timeout=60.0) as client:
+            equal(client.health().status, os_pb2.SERVICE_STATUS_HEALTHY)
+            # A second call refers to what the first one has put into the connection's table of headers.
+            for _ in range(3):
+                client.list_all(workspace=WORKSPACE)
+            user = openshell_pb2_grpc.OpenShellStub(client._channel).GetCurrentUser(os_pb2.GetCurrentUserRequest())
+            equal(user.subject, f"uid:{os.geteuid()}")
 
 
 # --- workspaces
@@ -232,7 +249,6 @@ def a_sandbox_is_created_with_everything_it_was_sent(w):
     spec = w.spec(log_level="debug", tty=True, providers=["keys"], environment={"GREETING": "hi there"})
     spec.policy.version = 1
     spec.policy.filesystem.read_only.append("/usr")
-    spec.template.runtime_class_name = "kata"
     spec.template.annotations["x"] = "y"
     spec.template.resources.update({"limits": {"cpu": "1", "memory": "192Mi"}})
     ask = os_pb2.CreateSandboxRequest(
@@ -255,6 +271,34 @@ def a_sandbox_is_created_with_everything_it_was_sent(w):
         back.template.image = ""
     equal(back, spec)
     equal(made.status.current_policy_version, 1)
+
+
+@check
+def what_would_be_left_out_is_refused(w):
+    for field, value, code in (
+        ("runtime_class_name", "kata", Code.UNIMPLEMENTED),
+        ("user_namespaces", True, Code.UNIMPLEMENTED),
+        ("resources", {"limits": {"nvidia.com/gpu": "1"}}, Code.FAILED_PRECONDITION),
+        ("resources", {"requests": {"ephemeral-storage": "1Gi"}}, Code.INVALID_ARGUMENT),
+    ):
+        spec = w.spec()
+        if field == "resources":
+            spec.template.resources.update(value)
+        else:
+            setattr(spec.template, field, value)
+        with fails(code):
+            w.client.create(workspace=WORKSPACE, spec=spec, name="none")
+    with fails(Code.NOT_FOUND):
+        w.get("none")
+
+
+@check
+def a_terminal_of_the_main_command_is_one_of_ours(w):
+    made = w.client.create(workspace=WORKSPACE, spec=w.spec(command=["sh"], tty=True), name="terminal")
+    with urllib.request.urlopen(f"http://{w.arguments.endpoint}/v1/sandboxes/terminal", timeout=60) as answer:
+        assert json.load(answer)["spec"]["tty"] is True
+    w.client.delete("terminal", workspace=WORKSPACE)
+    w.client.wait_deleted("terminal", workspace=WORKSPACE, expected_sandbox_id=made.id)
 
 
 @check

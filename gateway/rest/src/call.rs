@@ -92,7 +92,10 @@ impl Rest {
         match error {
             Refused::Status(error) => status::response(&error, &self.types),
             Refused::Coded(code, error) => status::with_code(&error, code, &self.types),
-            Refused::WrongVerb(verbs) => {
+            Refused::WrongVerb(mut verbs) => {
+                if verbs.contains(&Method::GET) {
+                    verbs.push(Method::HEAD);
+                }
                 let verbs: Vec<&str> = verbs.iter().map(Method::as_str).collect();
                 let allowed = verbs.join(", ");
                 let message = format!("this path is for {allowed}");

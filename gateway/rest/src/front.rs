@@ -7,7 +7,8 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{HeaderMap, Request, Response, StatusCode, Version, header};
+use http::{HeaderMap, Method, Request, Response, StatusCode, Version, header};
+use http_body::Body as _;
 use tonic::{Code, Status, body::Body};
 use tower::{Layer, Service, ServiceExt as _};
 
@@ -83,7 +84,7 @@ where
 }
 
 impl Rest {
-    async fn dispatch<S, R>(&self, request: Request<Body>, inner: S) -> Result<Response<Body>, S::Error>
+    async fn dispatch<S, R>(&self, mut request: Request<Body>, inner: S) -> Result<Response<Body>, S::Error>
     where
         S: Service<Request<Body>, Response = Response<R>> + Clone + Send + 'static,
         S::Future: Send + 'static,
@@ -96,7 +97,12 @@ impl Rest {
             Origin::Allowed(origin) => Some(origin),
             Origin::Refused(origin) => return Ok(self.refuse_origin(&origin)),
         };
-        let speech = speech(request.headers());
+        // As GET, without the body of its answer (RFC 9110 9.3.2).
+        let headless = request.method() == Method::HEAD;
+        if headless {
+            *request.method_mut() = Method::GET;
+        }
+        let speech = if headless { Speech::Json } else { speech(request.headers()) };
         if let Some(origin) = origin.clone().filter(|_| Cors::is_question(&request)) {
             return Ok(Cors::answer(origin));
         }
@@ -117,7 +123,7 @@ impl Rest {
         if let Some(origin) = origin {
             Cors::mark(response.headers_mut(), origin);
         }
-        Ok(response)
+        Ok(if headless { head_only(response) } else { response })
     }
 
     fn refuse_origin(&self, origin: &str) -> Response<Body> {
@@ -132,6 +138,14 @@ impl Rest {
         let error = refusal(Code::InvalidArgument, "HTTP2_NEEDED", message, &[]);
         status::with_code(&error, StatusCode::HTTP_VERSION_NOT_SUPPORTED, &self.types)
     }
+}
+
+/// What is said of a body, without the body.
+fn head_only(mut response: Response<Body>) -> Response<Body> {
+    if let Some(length) = response.body().size_hint().exact() {
+        response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+    }
+    response.map(|_| Body::empty())
 }
 
 #[cfg(test)]

@@ -45,6 +45,29 @@ async fn a_listed_page_may_ask_and_read() {
     assert_eq!(ask(&common::rest(&["*"]), request("GET /v1/sandboxes/web", &[PAGE], "")).await.code, 200);
 }
 
+#[tokio::test]
+async fn a_head_is_a_get_without_its_body() {
+    for path in
+        ["/v1/sandboxes/web", "/v1/sandboxes/absent", "/openapi.json", "/nothing", "/v1/sandboxes/web:stop"]
+    {
+        let get = ask(&rest(&[]), request(&format!("GET {path}"), &[], "")).await;
+        let head = ask(&rest(&[]), request(&format!("HEAD {path}"), &[], "")).await;
+        assert_eq!(
+            (head.code, head.header("content-type")),
+            (get.code, get.header("content-type")),
+            "{path}"
+        );
+        assert_eq!(head.header("content-length"), get.body.len().to_string(), "{path}");
+        assert!(head.body.is_empty() && !get.body.is_empty(), "{path}");
+    }
+    let wrong = ask(&rest(&[]), request("PUT /v1/sandboxes/web", &[], "")).await;
+    assert!(
+        wrong.header("allow").contains("GET") && wrong.header("allow").contains("HEAD"),
+        "{}",
+        wrong.header("allow")
+    );
+}
+
 fn web(kind: &str, name: &str) -> http::Request<tonic::body::Body> {
     let asked = v1::GetSandboxRequest { sandbox: name.into() };
     http::Request::post("/torpor.v1.Sandboxes/Get").header("content-type", kind).body(framed(&asked)).unwrap()

@@ -38,13 +38,43 @@ impl<S> Guard<S> {
     }
 }
 
-/// Checks all that is known before the message is read.
+/// Why a call is not let in, and who made it, where that was found out.
+struct Refused {
+    error: ApiError,
+    who: Option<Box<Identity>>,
+}
+
+impl From<ApiError> for Refused {
+    fn from(error: ApiError) -> Self {
+        Self { error, who: None }
+    }
+}
+
+/// Checks all that is known before the message is read; who is refused is in the audit log.
 async fn admit(
     access: &Arc<Access>,
     path: &str,
     headers: &HeaderMap,
     peer: Option<&Peer>,
 ) -> Result<Caller, ApiError> {
+    let admitted = check(access, path, headers, peer).await;
+    admitted.map_err(|Refused { error, who }| {
+        // Strangers write nothing to the log: they could fill it.
+        if error.code == Code::PermissionDenied && methods::of_path(path).is_some_and(|method| method.changes)
+        {
+            let from = peer.map(Peer::address).unwrap_or_default();
+            access.audit.refused(path, &from, who.as_deref(), &error);
+        }
+        error
+    })
+}
+
+async fn check(
+    access: &Arc<Access>,
+    path: &str,
+    headers: &HeaderMap,
+    peer: Option<&Peer>,
+) -> Result<Caller, Refused> {
     let method = methods::of_path(path).ok_or_else(|| {
         if let Some(error) = refused(path) {
             return error;
@@ -53,14 +83,15 @@ async fn admit(
         ApiError::new(Code::Unimplemented, "NO_SUCH_METHOD", message)
     })?;
     let Some(peer) = peer else {
-        return Err(ApiError::internal("a connection that says nothing of its other end"));
+        return Err(ApiError::internal("a connection that says nothing of its other end").into());
     };
     let identity = match access.identify(headers, peer).await {
         Ok(Some(identity)) => identity,
         Ok(None) if method.need != Need::Nothing => {
             let message = "the call says nothing of who makes it";
             return Err(ApiError::new(Code::Unauthenticated, "UNAUTHENTICATED", message)
-                .with("next", "give a token: --token-file FILE or TORPOR_TOKEN"));
+                .with("next", "give a token: --token-file FILE or TORPOR_TOKEN")
+                .into());
         }
         // Whoever it is may ask.
         Ok(None) => Identity {
@@ -70,11 +101,12 @@ async fn admit(
             home: None,
             expires: None,
         },
-        Err(error) => return Err(error),
+        Err(error) => return Err(error.into()),
     };
     let refused = |what: &str| {
         let message = format!("{} may not call {}: {what}", identity.subject, method.path);
-        Err(ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", message))
+        let error = ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", message);
+        Err(Refused { error, who: Some(Box::new(identity.clone())) })
     };
     match (&identity.grant, method.need) {
         (Grant::Sandbox(_), _) if !method.from_within => {
@@ -237,15 +269,7 @@ where
             let from = peer.map(Peer::address).unwrap_or_default();
             let caller = match admit(&access, path, &parts.headers, peer).await {
                 Ok(caller) => caller,
-                Err(error) => {
-                    // Strangers write nothing to the log: they could fill it.
-                    if error.code == Code::PermissionDenied
-                        && methods::of_path(path).is_some_and(|method| method.changes)
-                    {
-                        access.audit.refused(path, &from, &error);
-                    }
-                    return Ok(to_status(error).into_http());
-                }
+                Err(error) => return Ok(to_status(error).into_http()),
             };
             parts.extensions.insert(caller.clone());
             let shrank = access.joined(&caller.identity.subject);

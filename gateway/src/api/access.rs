@@ -78,6 +78,10 @@ impl AccessApi {
         if request.admin && (role.is_some() || !request.workspace.is_empty() || !request.sandbox.is_empty()) {
             return Err(ApiError::invalid("admin", "it is not bound to a role, workspace or sandbox"));
         }
+        if request.all_workspaces && !(request.workspace.is_empty() && request.sandbox.is_empty()) {
+            let problem = "it is not bound to a workspace or sandbox; name one of them, or all";
+            return Err(ApiError::invalid("all_workspaces", problem));
+        }
         if (request.admin || request.all_workspaces) && !caller.is_admin() {
             return Err(admins_only("a token for more than one workspace"));
         }
@@ -89,6 +93,10 @@ impl AccessApi {
             "" => None,
             named => {
                 let record = self.0.store.get(&caller.key(named).await?).await?;
+                if !["", record.spec.workspace.as_str()].contains(&request.workspace.as_str()) {
+                    let problem = "a sandbox's token is of the sandbox's own workspace";
+                    return Err(ApiError::invalid("workspace", problem));
+                }
                 workspace = Some(record.spec.workspace);
                 Some(record.id.to_string())
             }

@@ -40,8 +40,8 @@ pub async fn forward(service: Shared, caller: &Caller, mut input: impl Inputs) -
         Some(v1::ForwardInput { kind: Some(forward_input::Kind::Start(start)) }) => start,
         _ => return Err(ApiError::invalid("start", "the first message must say which port").into()),
     };
-    let port = port_of(start.port)?;
     let key = caller.key(&start.sandbox).await?;
+    let port = port_of(start.port)?;
     let (record, channel, session) = service.connect(&key).await?;
     let opened = tokio::select! {
         opened = forward::open(channel, port) => opened,

@@ -98,7 +98,9 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         // "team/box" is box in team.
         let named = wish.name.take().unwrap_or_default();
         let (workspace, name) = named.split_once('/').unwrap_or(("", &named));
-        wish.workspace = Some(caller.workspace(workspace)?);
+        let workspace = caller.workspace(workspace)?;
+        caller.speaks_of(&format!("{workspace}/{name}"));
+        wish.workspace = Some(workspace);
         wish.trusted = caller.is_admin();
         for port in &wish.expose {
             network::may_listen(&caller, port.host.as_deref())?;
@@ -107,6 +109,8 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         // In a task of its own: a caller that goes away must not let go of the image before the record is written.
         let service = self.0.clone();
         let mut record = to_its_end(async move { service.create(wish).await }).await?;
+        // The id first: names come again.
+        caller.speaks_of(&format!("{} {}", record.id, record.name));
         if wait {
             record = self.0.wait(&record.id, Phase::Ready).await?;
         }

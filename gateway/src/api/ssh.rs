@@ -36,6 +36,7 @@ pub async fn create(
     caller: &Caller,
     request: v1::CreateSshSessionRequest,
 ) -> Result<v1::SshSession, Status> {
+    let named = caller.key(&request.sandbox).await?;
     let key = ssh::key_of(&request.public_key)?;
     let lifetime = match request.lifetime.map(Duration::try_from) {
         None => ssh::USUAL_LIFETIME,
@@ -45,7 +46,6 @@ pub async fn create(
             return Err(ApiError::invalid("lifetime", problem).into());
         }
     };
-    let named = caller.key(&request.sandbox).await?;
     let (record, channel, ready) = service.connect(&named).await?;
     let host_key = tokio::select! {
         prepared = ssh::prepare(&record, channel) => match prepared {
@@ -124,7 +124,7 @@ pub async fn connect(
 }
 
 /// It was revoked, or the sandbox left Ready.
-async fn ended(service: &Shared, record: &Record) -> Status {
+pub(super) async fn ended(service: &Shared, record: &Record) -> Status {
     match service.store.get(record.id.as_str()).await {
         Ok(latest) if latest.state.phase == torpor_sandbox::Phase::Ready => to_status(
             ApiError::new(Code::Aborted, "SSH_SESSION_REVOKED", "the SSH session was revoked").about(record),

@@ -27,7 +27,9 @@ pub fn key(caller: &Caller, named: &str) -> Result<TemplateKey, ApiError> {
     if name.is_empty() {
         return Err(ApiError::invalid("template", "a name is needed"));
     }
-    Ok(TemplateKey { workspace: caller.workspace(workspace)?, name: name.to_owned() })
+    let workspace = caller.workspace(workspace)?;
+    caller.speaks_of(&format!("{workspace}/{name}"));
+    Ok(TemplateKey { workspace, name: name.to_owned() })
 }
 
 fn shown(template: Template) -> v1::Template {

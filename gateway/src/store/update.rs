@@ -19,7 +19,7 @@ type Words = BTreeMap<String, String>;
 
 impl Store {
     /// Writes labels and annotations in place of the present ones; those that are none stay. Annotations of Torpor's own
-    /// stay, too.
+    /// stay, too. A pending update no longer writes those that are written here.
     ///
     /// # Errors
     /// `NotFound`, `Stale`, `Deleting`, `RequestReused`, or the database's.
@@ -40,6 +40,11 @@ impl Store {
                 return Err(StoreError::Deleting(record.name));
             }
             let mut after = record.clone();
+            if let Some(update) = &mut after.state.update {
+                // What is written now is newer than what a pending update would write later.
+                update.labels = update.labels.take().filter(|_| labels.is_none());
+                update.annotations = update.annotations.take().filter(|_| annotations.is_none());
+            }
             set_words(&mut after, labels, annotations);
             write(conn, changes, &record, after)
         })

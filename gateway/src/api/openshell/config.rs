@@ -132,6 +132,7 @@ pub async fn update(
     let key = call.once(request_id, "openshell update config", &message)?;
     checked(&message)?;
     let id = if message.global {
+        call.caller.speaks_of("the gateway's own");
         if !call.caller.is_admin() {
             let text = "the gateway's own configuration is for its administrators";
             return Err(ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", text).into());

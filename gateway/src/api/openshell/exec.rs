@@ -14,7 +14,7 @@ use torpor_sandbox::SandboxId;
 use super::{Events, OpenShellApi, call::Call, services};
 use crate::{
     access::Caller,
-    api::{exec, forward},
+    api::{exec, forward, ssh::ended},
     error::ApiError,
 };
 
@@ -227,9 +227,26 @@ pub async fn forward_tcp(
             forward_output::Kind::Connected(_) | forward_output::Kind::Close(_) => None,
         }
     });
-    Ok(match end {
-        Some(end) => Box::pin(frames.take_until(async move { end.cancelled().await })),
-        None => Box::pin(frames),
+    let Some(end) = end else { return Ok(Box::pin(frames)) };
+    let service = api.service.clone();
+    Ok(Box::pin(ending(Box::pin(frames), async move {
+        end.cancelled().await;
+        ended(&service, &record).await
+    })))
+}
+
+/// The stream; when `end` is there before its own end, that is its last word: nobody takes a part for the whole.
+fn ending<T: Send + 'static>(
+    stream: Events<T>,
+    end: impl Future<Output = Status> + Send + 'static,
+) -> impl Stream<Item = Result<T, Status>> + Send {
+    stream::unfold(Some((stream, Box::pin(end))), async |state| {
+        let (mut stream, mut end) = state?;
+        tokio::select! {
+            biased;
+            next = stream.next() => Some((next?, Some((stream, end)))),
+            status = &mut end => Some((Err(status), None)),
+        }
     })
 }
 
@@ -237,6 +254,17 @@ pub async fn forward_tcp(
 mod tests {
     use super::*;
     use crate::{api::to_status, error::Code};
+
+    #[tokio::test]
+    async fn a_connection_whose_session_ends_says_so() {
+        let open: Events<u8> = Box::pin(stream::iter([Ok(1), Ok(2)]).chain(stream::pending()));
+        let end = async { Status::aborted("revoked") };
+        let all: Vec<_> = ending(open, end).map(|item| item.map_err(|status| status.code())).collect().await;
+        assert_eq!(all, [Ok(1), Ok(2), Err(tonic::Code::Aborted)]);
+        let whole: Events<u8> = Box::pin(stream::iter([Ok(1)]));
+        let all: Vec<_> = ending(whole, std::future::pending()).map(Result::unwrap).collect().await;
+        assert_eq!(all, [1]);
+    }
 
     #[test]
     fn a_command_that_is_not_there_ends_as_in_a_shell() {

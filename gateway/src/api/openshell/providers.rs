@@ -105,6 +105,8 @@ pub async fn create(
     let metadata = provider.metadata.take().unwrap_or_default();
     checked_name(&metadata.name)?;
     checked(&metadata)?;
+    unredacted(provider.credentials.clone(), &BTreeMap::new())?;
+    call.caller.speaks_of(&format!("{workspace}/{}", metadata.name));
     let new = NewObject {
         workspace,
         sandbox: None,
@@ -156,6 +158,25 @@ fn merge(into: &mut BTreeMap<String, String>, from: BTreeMap<String, String>) {
     }
 }
 
+/// Credentials as a client writes them. One that reads as answers show them all is the present one: clients change what they
+/// were given and write it back.
+fn unredacted(
+    from: BTreeMap<String, String>,
+    present: &BTreeMap<String, String>,
+) -> Result<BTreeMap<String, String>, StoreError> {
+    let unknown = |key: &str| Problem::Invalid {
+        field: "provider.credentials",
+        problem: format!(
+            "'{}': {REDACTED} stands for a credential that is there, and none is; give its value",
+            clip(key).escape_debug()
+        ),
+    };
+    match from.iter().find(|(key, value)| *value == REDACTED && !present.contains_key(*key)) {
+        Some((key, _)) => Err(unknown(key).into()),
+        None => Ok(from.into_iter().filter(|(_, value)| value != REDACTED).collect()),
+    }
+}
+
 /// A change of a provider.
 struct Change {
     provider: Provider,
@@ -177,7 +198,8 @@ impl Change {
             let problem = format!("it is '{}' and stays so", kept.r#type);
             return Err(Problem::Invalid { field: "provider.type", problem }.into());
         }
-        merge(&mut kept.credentials, from.credentials);
+        let credentials = unredacted(from.credentials, &kept.credentials)?;
+        merge(&mut kept.credentials, credentials);
         merge(&mut kept.config, from.config);
         kept.credential_handles.extend(from.credential_handles);
         kept.credential_expiration_times.extend(from.credential_expiration_times);
@@ -214,6 +236,7 @@ pub async fn update(
     checked_name(&metadata.name)?;
     checked(&metadata)?;
     let name = metadata.name.clone();
+    call.caller.speaks_of(&format!("{workspace}/{name}"));
     let change = Change {
         provider,
         metadata,
@@ -235,6 +258,7 @@ pub async fn delete(
     let request_id = std::mem::take(&mut message.request_id);
     let key = call.once(request_id, "openshell delete provider", &message)?;
     let workspace = call.workspace(message.workspace_scope)?;
+    call.caller.speaks_of(&format!("{workspace}/{}", message.name));
     let deleted = api.service.store.foreign_once(key, move |tables| {
         let outcome = match tables.find(Kind::Provider, &workspace, None, &message.name)? {
             Some(object) => {
@@ -309,7 +333,10 @@ async fn turn(
         Ok(answer.encode_to_vec())
     });
     let done: os::AttachSandboxProviderResponse = read(&done.await?)?;
-    let named = Named { workspace: record.spec.workspace.clone(), key: record.id.to_string() };
+    // A retry is about the first one's sandbox, whatever has its name now.
+    let desired = done.receipt.as_ref().and_then(|receipt| receipt.desired.as_ref());
+    let key = desired.map_or_else(|| record.id.to_string(), |desired| desired.sandbox_id.clone());
+    let named = Named { workspace: record.spec.workspace.clone(), key };
     let sandbox = api.present(&call, &named).await?;
     Ok(os::AttachSandboxProviderResponse { sandbox: Some(api.show(sandbox).await?), ..done })
 }
@@ -393,6 +420,21 @@ mod tests {
         assert_eq!(after.config, [pair("url", "a")].into());
         assert!(change(2, "").apply(kept()).unwrap_err().to_string().contains("stale"));
         assert!(change(0, "other").apply(kept()).unwrap_err().to_string().contains("stays so"));
+    }
+
+    #[test]
+    fn what_was_shown_redacted_and_is_written_back_stays() {
+        let change = |credentials: &[(String, String)]| Change {
+            provider: Provider { credentials: credentials.iter().cloned().collect(), ..Provider::default() },
+            metadata: ObjectMeta::default(),
+            expirations: BTreeMap::new(),
+            cleared: Vec::new(),
+        };
+        let written = change(&[pair("KEY", REDACTED), pair("OLD", "new")]);
+        let after = body(&written.apply(kept()).unwrap()).unwrap();
+        assert_eq!(after.credentials, [pair("KEY", "secret-1"), pair("OLD", "new")].into());
+        let unknown = change(&[pair("MORE", REDACTED)]).apply(kept()).unwrap_err();
+        assert!(unknown.to_string().contains("'MORE'"), "{unknown}");
     }
 
     #[test]

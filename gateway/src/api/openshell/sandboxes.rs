@@ -141,7 +141,9 @@ async fn planned(
         let problem = format!("{} bytes; at most {LARGEST_SPEC} are kept", spec.encoded_len());
         return Err(ApiError::invalid("spec", problem).into());
     }
-    let wished = wish::spec(spec)?;
+    let mut wished = wish::spec(spec)?;
+    let class = spec.template.as_ref().map_or("", |template| &template.runtime_class_name);
+    wish::runtime_class(class, api.service.drivers.default_name(), &mut wished)?;
     if template.is_empty() {
         return Ok((Vec::new(), wished));
     }
@@ -266,9 +268,10 @@ async fn verb(
     key: Option<crate::store::RequestKey>,
     verb: Verb,
 ) -> Result<os::SandboxResponse, Status> {
-    // What was done once is not done again, whatever the sandbox came to since.
-    if api.service.store.answered(key.as_ref()).await?.is_some() {
-        let sandbox = api.present(&call, &named).await?;
+    // What was done once is not done again, whatever the sandbox came to since; another one of its name is not meant.
+    if let Some(id) = api.service.store.answered(key.as_ref()).await? {
+        let first = Named { key: String::from_utf8_lossy(&id).into_owned(), ..named };
+        let sandbox = api.present(&call, &first).await?;
         return api.respond(sandbox).await;
     }
     let before = api.present(&call, &named).await?;

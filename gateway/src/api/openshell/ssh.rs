@@ -22,8 +22,9 @@ use crate::{
 pub const PORT: u32 = 22;
 /// How long a session's token is good for.
 const LIFE: Duration = Duration::from_secs(8 * 3600);
-/// Sessions of one gateway.
+/// Sessions of one gateway, and of one sandbox.
 const MOST: usize = 10_000;
+const MOST_OF_ONE: usize = 64;
 
 struct Session {
     sandbox: SandboxId,
@@ -58,6 +59,11 @@ impl Ssh {
         if sessions.len() >= MOST {
             let text = format!("{MOST} SSH sessions are open, which is the most");
             return Err(ApiError::new(Code::ResourceExhausted, "TOO_MANY", text));
+        }
+        if sessions.values().filter(|one| one.sandbox == session.sandbox).count() >= MOST_OF_ONE {
+            let text = format!("the sandbox has {MOST_OF_ONE} SSH sessions already");
+            let error = ApiError::new(Code::ResourceExhausted, "TOO_MANY_SSH_SESSIONS", text);
+            return Err(error.with("next", "RevokeSshSession, for those that are not needed any more"));
         }
         let (_, token) = new_secret();
         sessions.insert(hash_of(&token), session);
@@ -117,10 +123,12 @@ pub async fn revoke(
     message: os::RevokeSshSessionRequest,
 ) -> Result<os::RevokeSshSessionResponse, Status> {
     let key = hash_of(&message.token);
-    let found = api.ssh.lock().get(&key).filter(|session| !session.is_over()).map(|s| s.workspace.clone());
+    let of = |session: &Session| (session.workspace.clone(), session.sandbox.clone());
+    let found = api.ssh.lock().get(&key).filter(|session| !session.is_over()).map(of);
     let outcome = match found {
-        Some(workspace) => {
+        Some((workspace, sandbox)) => {
             call.caller.workspace(&workspace)?;
+            call.caller.speaks_of(sandbox.as_str());
             if let Some(session) = api.ssh.lock().remove(&key) {
                 session.end.cancel();
             }
@@ -146,6 +154,18 @@ mod tests {
             expires,
             end: CancellationToken::new(),
         }
+    }
+
+    #[test]
+    fn one_sandbox_has_a_bounded_number_of_sessions() {
+        let (ssh, one, other) = (Ssh::default(), SandboxId::generate(), SandboxId::generate());
+        let later = SystemTime::now() + LIFE;
+        let first = ssh.add(session(&one, later)).unwrap();
+        (1..MOST_OF_ONE).for_each(|_| drop(ssh.add(session(&one, later)).unwrap()));
+        assert_eq!(ssh.add(session(&one, later)).unwrap_err().reason, "TOO_MANY_SSH_SESSIONS");
+        assert!(ssh.add(session(&other, later)).is_ok(), "others have their own");
+        ssh.check(&one, &first).unwrap().unwrap().cancel();
+        assert!(ssh.add(session(&one, later)).is_ok(), "one has ended");
     }
 
     #[test]

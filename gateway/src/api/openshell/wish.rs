@@ -2,17 +2,23 @@
 
 use prost_types::{Struct, Value, value::Kind};
 use torpor_proto::{openshell::v1 as os, v1};
+use torpor_sandbox::id::clip;
 
 use crate::error::{ApiError, Code};
 
 /// A sandbox as it is to be created.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT`, `FAILED_PRECONDITION` for a GPU.
+/// `INVALID_ARGUMENT`, `FAILED_PRECONDITION` for a GPU, `UNIMPLEMENTED` for what would have to be left out.
 pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
     let template = from.template.clone().unwrap_or_default();
     if from.resource_requirements.as_ref().is_some_and(|wanted| wanted.gpu.is_some()) {
         return Err(no_gpu("spec.resource_requirements.gpu"));
+    }
+    if template.user_namespaces == Some(true) {
+        let message = "spec.template.user_namespaces: no driver of this gateway is told of them here";
+        let error = ApiError::new(Code::Unimplemented, "NOT_SERVED", message);
+        return Err(error.with("field", "spec.template.user_namespaces").with("next", "leave it out"));
     }
     let restart_policy = match os::SandboxRestartPolicy::try_from(from.restart_policy) {
         Ok(os::SandboxRestartPolicy::Unspecified) => v1::RestartPolicy::Unspecified,
@@ -29,6 +35,8 @@ pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
     let mut spec = v1::SandboxSpec {
         image: template.image,
         command: from.command.clone(),
+        // It is the main command's; without one there is nobody to sit at it.
+        tty: from.tty && !from.command.is_empty(),
         environment: environment.into_iter().collect(),
         resources: resources(template.resources.as_ref())?,
         restart_policy: restart_policy.into(),
@@ -36,6 +44,30 @@ pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
     };
     driver_config(template.driver_config.as_ref(), &mut spec)?;
     Ok(spec)
+}
+
+/// A class of the cluster that pods run by: the kubernetes driver is told of it. A sandbox of another driver would run
+/// without what was asked for.
+///
+/// # Errors
+/// `UNIMPLEMENTED` for another driver.
+pub fn runtime_class(class: &str, default_driver: &str, spec: &mut v1::SandboxSpec) -> Result<(), ApiError> {
+    let driver = if spec.driver.is_empty() { default_driver } else { &spec.driver };
+    if class.is_empty() {
+        return Ok(());
+    }
+    if driver != "kubernetes" {
+        let field = "spec.template.runtime_class_name";
+        let message = format!("{field}: the {driver} driver has no runtime classes");
+        let error = ApiError::new(Code::Unimplemented, "NOT_SERVED", message).with("field", field);
+        return Err(
+            error.with("next", "leave it out, or choose a driver: template.driver_config.torpor.driver")
+        );
+    }
+    let class = Value { kind: Some(Kind::StringValue(class.to_owned())) };
+    let config = spec.driver_config.get_or_insert_default();
+    config.fields.entry("runtimeClassName".to_owned()).or_insert(class);
+    Ok(())
 }
 
 /// What drivers of ours are told: what stands under "torpor".
@@ -89,8 +121,29 @@ fn field<'a>(of: &'a Struct, key: &str) -> Option<&'a Struct> {
 fn resources(from: Option<&Struct>) -> Result<Option<v1::Resources>, ApiError> {
     let Some(from) = from else { return Ok(None) };
     let places = [field(from, "limits"), field(from, "requests"), Some(from)];
+    for (key, value) in places.iter().flatten().flat_map(|place| &place.fields) {
+        known_resource(key, value)?;
+    }
     let found = |key: &str| places.iter().flatten().find_map(|place| place.fields.get(key)).map(written);
     sizes(found("cpu"), found("memory"), "spec.template.resources")
+}
+
+/// Refuses what would be left out.
+fn known_resource(key: &str, value: &Value) -> Result<(), ApiError> {
+    let nothing = match &value.kind {
+        None | Some(Kind::NullValue(_)) => true,
+        Some(Kind::StructValue(inner)) => ["limits", "requests"].contains(&key) || inner.fields.is_empty(),
+        _ => ["0", ""].contains(&written(value).as_str()),
+    };
+    if nothing || ["cpu", "memory"].contains(&key) {
+        return Ok(());
+    }
+    let shown = format!("spec.template.resources.{}", clip(key).escape_debug());
+    if key.to_ascii_lowercase().contains("gpu") {
+        return Err(no_gpu(&shown));
+    }
+    let disk = "cpu and memory are known; a disk's size is template.driver_config.torpor.disk";
+    Err(ApiError::invalid(&shown, disk))
 }
 
 /// A quantity is text or a number.
@@ -199,5 +252,53 @@ mod tests {
         let gpu = os::ResourceRequirements { gpu: Some(os::GpuResourceRequirements { count: Some(1) }) };
         let wanted = os::SandboxSpec { resource_requirements: Some(gpu), ..os::SandboxSpec::default() };
         assert_eq!(spec(&wanted).unwrap_err().code, Code::FailedPrecondition);
+    }
+
+    fn quantities(of: &[(&str, &str)]) -> Value {
+        let text = |text: &str| Value { kind: Some(Kind::StringValue(text.to_owned())) };
+        let fields = of.iter().map(|(key, value)| ((*key).to_owned(), text(value))).collect();
+        Value { kind: Some(Kind::StructValue(Struct { fields })) }
+    }
+
+    #[test]
+    fn nothing_that_is_asked_for_is_left_out_silently() {
+        let of = |template| spec(&os::SandboxSpec { template: Some(template), ..os::SandboxSpec::default() });
+        let asked = |key: &str, value: &str| {
+            let fields = [("limits".to_owned(), quantities(&[(key, value), ("cpu", "2")]))].into();
+            of(os::SandboxTemplate { resources: Some(Struct { fields }), ..os::SandboxTemplate::default() })
+        };
+        assert_eq!(asked("nvidia.com/gpu", "1").unwrap_err().reason, "GPU_NOT_SUPPORTED");
+        let error = asked("ephemeral-storage", "1Gi").unwrap_err();
+        assert!(error.message.contains("ephemeral-storage"), "{error}");
+        for (key, value) in [("nvidia.com/gpu", "0"), ("memory", "1Gi")] {
+            assert_eq!(asked(key, value).unwrap().resources.unwrap().cpus, Some(2), "{key}");
+        }
+        let namespaces = |user_namespaces| os::SandboxTemplate { user_namespaces, ..Default::default() };
+        assert_eq!(of(namespaces(Some(true))).unwrap_err().code, Code::Unimplemented);
+        assert!(of(namespaces(Some(false))).is_ok());
+    }
+
+    #[test]
+    fn a_runtime_class_is_kubernetes_or_refused() {
+        let class = |driver: &str, default: &str| {
+            let mut spec = v1::SandboxSpec { driver: driver.to_owned(), ..Default::default() };
+            runtime_class("kata", default, &mut spec).map(|()| spec.driver_config.unwrap().fields)
+        };
+        for (driver, default) in [("kubernetes", "vm"), ("", "kubernetes")] {
+            let kata = Value { kind: Some(Kind::StringValue("kata".into())) };
+            assert_eq!(class(driver, default).unwrap()["runtimeClassName"], kata);
+        }
+        assert_eq!(class("vm", "kubernetes").unwrap_err().code, Code::Unimplemented);
+        assert_eq!(class("", "vm").unwrap_err().code, Code::Unimplemented);
+        assert!(runtime_class("", "vm", &mut v1::SandboxSpec::default()).is_ok());
+    }
+
+    #[test]
+    fn a_terminal_is_the_main_command_s() {
+        let with = |command: &[&str]| {
+            let command = command.iter().map(|word| (*word).to_owned()).collect();
+            spec(&os::SandboxSpec { command, tty: true, ..os::SandboxSpec::default() }).unwrap().tty
+        };
+        assert!(with(&["sh"]) && !with(&[]));
     }
 }
