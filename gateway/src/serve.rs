@@ -345,10 +345,11 @@ async fn services(service: Arc<Service>, gateway_id: String, config: &Config) ->
     reporter.set_serving::<FilesServer<FilesApi>>().await;
     reporter.set_serving::<OpenShellServer<OpenShellApi>>().await;
     reporter.set_serving::<GatewayServer<GatewayApi>>().await;
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(torpor_proto::DESCRIPTORS)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1();
+    let described = || {
+        tonic_reflection::server::Builder::configure()
+            .register_file_descriptor_set(served())
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
     let gateway = GatewayApi {
         service: service.clone(),
         gateway_id,
@@ -356,25 +357,36 @@ async fn services(service: Arc<Service>, gateway_id: String, config: &Config) ->
         run_dir: config.run_dir.clone(),
         started: SystemTime::now(),
     };
-    let sandboxes =
-        SandboxesServer::new(SandboxesApi(service.clone())).max_decoding_message_size(LARGEST_MESSAGE);
     let tcp = config.tcp.first().map(|tcp| (tcp.address, !tcp.plaintext));
-    let openshell = OpenShellServer::new(OpenShellApi::new(service.clone(), tcp))
-        .max_decoding_message_size(LARGEST_MESSAGE);
     let mut routes = Routes::new(health);
-    match reflection {
-        Ok(reflection) => routes = routes.add_service(reflection),
-        Err(error) => tracing::error!(%error, "gRPC reflection is off"),
+    match (described().build_v1(), described().build_v1alpha()) {
+        (Ok(present), Ok(former)) => routes = routes.add_service(present).add_service(former),
+        (Err(error), _) | (_, Err(error)) => tracing::error!(%error, "gRPC reflection is off"),
+    }
+    macro_rules! add {
+        ($($server:ident($api:expr),)*) => {
+            $(routes = routes.add_service($server::new($api).max_decoding_message_size(LARGEST_MESSAGE));)*
+        };
+    }
+    add! {
+        SandboxesServer(SandboxesApi(service.clone())),
+        OpenShellServer(OpenShellApi::new(service.clone(), tcp)),
+        WorkspacesServer(WorkspacesApi(service.clone())),
+        AccessServer(AccessApi(service.clone())),
+        FilesServer(FilesApi(service.clone())),
+        TemplatesServer(TemplatesApi(service.clone())),
+        ImagesServer(ImagesApi(service)),
+        GatewayServer(gateway),
     }
     routes
-        .add_service(sandboxes)
-        .add_service(openshell)
-        .add_service(WorkspacesServer::new(WorkspacesApi(service.clone())))
-        .add_service(AccessServer::new(AccessApi(service.clone())))
-        .add_service(FilesServer::new(FilesApi(service.clone())))
-        .add_service(TemplatesServer::new(TemplatesApi(service.clone())))
-        .add_service(ImagesServer::new(ImagesApi(service)))
-        .add_service(GatewayServer::new(gateway))
+}
+
+/// What is served here: the interface of agents is not.
+fn served() -> prost_types::FileDescriptorSet {
+    use prost::Message as _;
+    let mut all = prost_types::FileDescriptorSet::decode(torpor_proto::DESCRIPTORS).unwrap_or_default();
+    all.file.retain(|file| !file.package().starts_with("torpor.agent."));
+    all
 }
 
 /// One arm per driver.

@@ -4,6 +4,8 @@
 mod common;
 #[path = "access/matrix.rs"]
 mod matrix;
+#[path = "access/openshell.rs"]
+mod openshell;
 
 use std::{collections::BTreeSet, path::PathBuf, time::Duration};
 
@@ -147,6 +149,16 @@ async fn role(channel: &Channel, workspace: &str, role: v1::Role) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_method_lets_in_whom_it_should_and_nobody_else() {
+    let rows = matrix().into_iter().map(|(path, message, expected)| (path.to_owned(), message, expected));
+    every_cell_is_right(rows.collect()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_method_of_the_other_interface_lets_in_whom_it_should_and_nobody_else() {
+    every_cell_is_right(openshell::matrix()).await;
+}
+
+async fn every_cell_is_right(rows: Vec<(String, Vec<u8>, &str)>) {
     let listener = plain(Anonymous::None);
     let address = listener.address;
     let world = World::with(Script::default(), |config| config.tcp = vec![listener]).await;
@@ -175,11 +187,11 @@ async fn every_method_lets_in_whom_it_should_and_nobody_else() {
     ];
     let channel = tcp(address).await;
     let mut wrong = Vec::new();
-    for (path, message, expected) in matrix() {
+    for (path, message, expected) in rows {
         let mut found = String::new();
         let mut said = Vec::new();
         for caller in &callers {
-            let outcome = outcome(&channel, caller.as_deref(), path, &message).await;
+            let outcome = outcome(&channel, caller.as_deref(), &path, &message).await;
             found.push(letter(&outcome));
             said.push(outcome.err().map(|status| status.message().to_owned()));
         }

@@ -20,6 +20,7 @@ mod events;
 mod fake;
 mod files;
 mod images;
+mod limits;
 mod link;
 mod live;
 mod logs;

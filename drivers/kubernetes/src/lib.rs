@@ -24,6 +24,7 @@ mod start;
 mod stop;
 mod store;
 mod types;
+mod update;
 
 pub use config::{ConfigError, KubernetesConfig};
 pub use doctor::{diagnose, rights};

@@ -11,7 +11,7 @@ use std::{
 
 use serde::Serialize;
 
-use super::Caller;
+use super::{Caller, Identity};
 use crate::error::ApiError;
 
 /// When a file is this large it makes room for the next, bytes. One old one is kept.
@@ -63,11 +63,11 @@ impl Audit {
         });
     }
 
-    pub(super) fn refused(&self, path: &str, from: &str, error: &ApiError) {
+    pub(super) fn refused(&self, path: &str, from: &str, whose: &Identity, error: &ApiError) {
         self.write(&Line {
             time_ms: now(),
-            subject: "",
-            by: "",
+            subject: &whose.subject,
+            by: whose.by.as_str(),
             from,
             method: path.trim_start_matches('/'),
             workspace: "",

@@ -165,6 +165,8 @@ pub const METHODS: &[Method] = &[
     open("grpc.health.v1.Health/Watch"),
     open("grpc.health.v1.Health/List"),
     known("grpc.reflection.v1.ServerReflection/ServerReflectionInfo"),
+    // What older clients ask for.
+    known("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
 ];
 
 /// The method of a path, "/torpor.v1.Sandboxes/Create".

@@ -107,6 +107,7 @@ impl v1::sandboxes_server::Sandboxes for SandboxesApi {
         // In a task of its own: a caller that goes away must not let go of the image before the record is written.
         let service = self.0.clone();
         let mut record = to_its_end(async move { service.create(wish).await }).await?;
+        caller.speaks_of(&format!("{} ({})", record.name, record.id));
         if wait {
             record = self.0.wait(&record.id, Phase::Ready).await?;
         }

@@ -1,5 +1,7 @@
 //! `torpor.v1.Workspaces`.
 
+use std::collections::BTreeMap;
+
 use tonic::{Request, Response, Status};
 use torpor_proto::v1;
 use torpor_sandbox::spec::{DEFAULT_WORKSPACE, validate_labels};
@@ -8,6 +10,7 @@ use super::{Shared, convert, sandboxes::page_size};
 use crate::{
     access::{self, Caller, workspace_name},
     error::{ApiError, Code},
+    service::request_key,
     store::{Member, Role, Selector, StoreError, Workspace},
 };
 
@@ -42,7 +45,10 @@ fn subject(text: String) -> Result<String, ApiError> {
     // Tokens have rights of their own.
     let kinds = ["uid:", "cert:", "oidc:"];
     let known = kinds.iter().any(|kind| text.starts_with(kind) && text.len() > kind.len());
-    if !known || text.len() > LONGEST_SUBJECT || text.contains(char::is_control) {
+    // One that is written otherwise is nobody's.
+    let number = |text: &str| text.parse::<u32>().is_ok_and(|uid| uid.to_string() == text);
+    let is_someone = text.strip_prefix("uid:").is_none_or(number);
+    if !known || !is_someone || text.len() > LONGEST_SUBJECT || text.contains(char::is_control) {
         let problem = "a subject is uid:NUMBER, cert:NAME or oidc:SUBJECT; `torpor whoami` shows one's own";
         return Err(ApiError::invalid("subject", problem));
     }
@@ -77,13 +83,12 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
         let request = request.into_inner();
         let name = workspace_name(&request.name)?;
         caller.speaks_of(&name);
-        let labels = request.labels.into_iter().collect();
+        let labels: BTreeMap<_, _> = request.labels.into_iter().collect();
         validate_labels(&labels).map_err(ApiError::from)?;
         let owner = convert::text(request.owner).map(subject).transpose()?;
-        let again = convert::text(request.request_id);
-        if again.as_ref().is_some_and(|id| id.len() > LONGEST_SUBJECT) {
-            return Err(ApiError::invalid("request_id", format!("at most {LONGEST_SUBJECT} bytes")).into());
-        }
+        let asked = format!("{name} {labels:?} {owner:?}");
+        // Of no workspace: that which it makes is not there yet.
+        let again = request_key("", convert::text(request.request_id), "create workspace", &asked)?;
         let store = self.0.store.clone();
         let change = async move { store.create_workspace(name, labels, owner, again).await };
         let made = caller.access().change(change).await?;
@@ -143,6 +148,7 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
         let wanted = wanted_role(request.role)?;
         let wanted = wanted.ok_or_else(|| ApiError::invalid("role", "viewer, editor or owner"))?;
         let subject = subject(request.subject)?;
+        caller.speaks_of(&format!("{workspace}/{subject}"));
         let store = self.0.store.clone();
         let change = async move { store.set_member(workspace, subject, wanted).await };
         let set = caller.access().change(change).await?;
@@ -156,6 +162,7 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
         let caller = access::caller(&request)?;
         let request = request.into_inner();
         let workspace = caller.workspace(&request.workspace)?;
+        caller.speaks_of(&format!("{workspace}/{}", request.subject));
         let (store, named, subject) = (self.0.store.clone(), workspace.clone(), request.subject.clone());
         let change = async move { store.remove_member(named, subject).await };
         let removed = caller.access().change(change).await?;

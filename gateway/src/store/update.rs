@@ -40,6 +40,11 @@ impl Store {
                 return Err(StoreError::Deleting(record.name));
             }
             let mut after = record.clone();
+            if let Some(update) = &mut after.state.update {
+                // An update that is pending was asked for before: what is newer stays when it is done.
+                update.labels = update.labels.take().filter(|_| labels.is_none());
+                update.annotations = update.annotations.take().filter(|_| annotations.is_none());
+            }
             set_words(&mut after, labels, annotations);
             write(conn, changes, &record, after)
         })

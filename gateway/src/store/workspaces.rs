@@ -6,10 +6,11 @@ use rusqlite::{Connection, OptionalExtension as _, Row};
 use torpor_sandbox::id::clip;
 
 use super::{
-    Store, StoreError, from_millis, now,
+    RequestKey, Store, StoreError, from_millis, now,
+    requests::{remember, replayed},
     rows::{json, page, parsed},
     sandboxes::{Page, Selector, page_token, parse_token},
-    schema, tokens,
+    tokens,
 };
 
 /// Workspaces of one gateway.
@@ -141,38 +142,31 @@ fn member(row: &Row<'_>) -> rusqlite::Result<Member> {
 }
 
 impl Store {
-    /// Makes a workspace; its maker, when given, is its owner. `again`: one that is there, with the same labels, is the
-    /// answer (a retry).
+    /// Makes a workspace; its maker, when given, is its owner. `again`: the request's own id, whose retry has the same answer.
     ///
     /// # Errors
-    /// `WorkspaceTaken`, `TooMany`, or the database's.
+    /// `WorkspaceTaken`, `TooMany`, `RequestReused`, or the database's.
     pub async fn create_workspace(
         &self,
         name: String,
         labels: BTreeMap<String, String>,
         owner: Option<String>,
-        again: Option<String>,
+        again: Option<RequestKey>,
     ) -> Result<Workspace, StoreError> {
         self.write_if_possible(move |conn, _| {
-            let key = again.map(|id| format!("workspace-request/{name}/{id}"));
-            match load(conn, &name) {
-                Ok(found) => {
-                    let known = key.map(|key| schema::meta(conn, &key)).transpose()?.flatten();
-                    return match known {
-                        Some(_) => Ok(found),
-                        None => Err(StoreError::WorkspaceTaken(name)),
-                    };
-                }
-                Err(StoreError::NoWorkspace(_)) => {}
-                Err(error) => return Err(error),
+            if let Some(made) = again.as_ref().map(|key| replayed(conn, key)).transpose()?.flatten() {
+                return load(conn, &made);
+            }
+            if is_there(conn, &name)? {
+                return Err(StoreError::WorkspaceTaken(name));
             }
             let count: u64 = conn.query_row("SELECT count(*) FROM workspaces", [], |row| row.get(0))?;
             if count >= MOST_WORKSPACES {
                 return Err(StoreError::TooMany { what: "workspaces", most: MOST_WORKSPACES });
             }
             insert(conn, &name, &labels)?;
-            if let Some(key) = key {
-                schema::set_meta(conn, &key, "made")?;
+            if let Some(key) = again {
+                remember(conn, &key, &name)?;
             }
             if let Some(owner) = owner {
                 conn.prepare_cached("INSERT INTO members VALUES (?1, ?2, ?3, ?4)")?.execute((
@@ -235,6 +229,7 @@ impl Store {
                 return Err(StoreError::WorkspaceInUse { name, sandboxes: found.sandboxes });
             }
             conn.prepare_cached("DELETE FROM workspaces WHERE name = ?1")?.execute([&name])?;
+            // Where earlier versions kept ids of requests.
             conn.prepare_cached("DELETE FROM meta WHERE substr(key, 1, length(?1)) = ?1")?
                 .execute([format!("workspace-request/{name}/")])?;
             Ok(())

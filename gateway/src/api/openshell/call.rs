@@ -110,7 +110,7 @@ impl Call {
     ///
     /// # Errors
     /// `INVALID_ARGUMENT` without a name; `NOT_FOUND` for an id that belongs to another workspace, and for what can be no
-    /// name; as [`Call::workspace`].
+    /// name; as [`Call::workspace`]. Whether there is one is found out by whoever uses it.
     pub async fn sandbox(
         &self,
         service: &Shared,
@@ -138,8 +138,13 @@ impl Call {
             return unknown();
         }
         let key = caller.key(name).await?;
-        if name.parse::<SandboxId>().is_ok() && service.store.get(name).await?.spec.workspace != workspace {
-            return unknown();
+        if name.parse::<SandboxId>().is_ok() {
+            match service.store.get(name).await {
+                Ok(record) if record.spec.workspace != workspace => return unknown(),
+                // Whoever uses the key finds out, a retry of a delete among them.
+                Ok(_) | Err(StoreError::NotFound(_)) => {}
+                Err(error) => return Err(error.into()),
+            }
         }
         Ok((Named { workspace, key: name.to_owned() }, key))
     }

@@ -1,9 +1,10 @@
 //! Commands in a sandbox, and connections into it.
 
-use std::pin::Pin;
+use std::{pin::Pin, time::Duration};
 
 use bytes::Bytes;
 use futures::{Stream, StreamExt as _, stream};
+use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
 use torpor_proto::{
     openshell::v1::{self as os, exec_sandbox_event, exec_sandbox_input, tcp_forward_frame},
@@ -21,6 +22,8 @@ use crate::{
 /// As shells have it: a command that isn't there, and one that can't be executed.
 const NOT_FOUND: i32 = 127;
 const NOT_EXECUTABLE: i32 = 126;
+/// For a connection to say why it ends.
+const LAST_WORD: Duration = Duration::from_secs(1);
 /// Largest piece of stdin that is sent at once, bytes.
 const PIECE: usize = 64 << 10;
 
@@ -228,9 +231,34 @@ pub async fn forward_tcp(
         }
     });
     Ok(match end {
-        Some(end) => Box::pin(frames.take_until(async move { end.cancelled().await })),
+        Some(end) => until_ended(Box::pin(frames), end),
         None => Box::pin(frames),
     })
+}
+
+/// What comes until a session ends, and then why: an end without a word would say that all has come.
+fn until_ended(frames: Events<os::TcpForwardFrame>, end: CancellationToken) -> Events<os::TcpForwardFrame> {
+    Box::pin(stream::unfold(Some((frames, end)), |state| async move {
+        let (mut frames, end) = state?;
+        tokio::select! {
+            biased;
+            next = frames.next() => Some((next?, Some((frames, end)))),
+            () = end.cancelled() => {
+                // A sandbox that leaves Ready ends both, and says so by itself.
+                let told = async {
+                    while let Some(frame) = frames.next().await {
+                        if let Err(status) = frame {
+                            return status;
+                        }
+                    }
+                    super::ssh::no_session().into()
+                };
+                let told = tokio::time::timeout(LAST_WORD, told).await;
+                let status = told.unwrap_or_else(|_| super::ssh::no_session().into());
+                Some((Err(status), None))
+            }
+        }
+    }))
 }
 
 #[cfg(test)]

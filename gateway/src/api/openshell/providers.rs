@@ -177,7 +177,9 @@ impl Change {
             let problem = format!("it is '{}' and stays so", kept.r#type);
             return Err(Problem::Invalid { field: "provider.type", problem }.into());
         }
-        merge(&mut kept.credentials, from.credentials);
+        // As every answer shows them: whoever sends back what was got means those that are there.
+        let credentials = from.credentials.into_iter().filter(|(_, value)| value != REDACTED).collect();
+        merge(&mut kept.credentials, credentials);
         merge(&mut kept.config, from.config);
         kept.credential_handles.extend(from.credential_handles);
         kept.credential_expiration_times.extend(from.credential_expiration_times);
@@ -391,6 +393,15 @@ mod tests {
         let after = body(&change(3, "").apply(kept()).unwrap()).unwrap();
         assert_eq!(after.credentials, [pair("KEY", "new")].into());
         assert_eq!(after.config, [pair("url", "a")].into());
+        let back = shown(&kept()).unwrap();
+        let change_back = Change {
+            provider: Provider { credentials: back.credentials, ..change(3, "").provider },
+            ..change(3, "")
+        };
+        assert_eq!(
+            body(&change_back.apply(kept()).unwrap()).unwrap().credentials,
+            body(&kept()).unwrap().credentials
+        );
         assert!(change(2, "").apply(kept()).unwrap_err().to_string().contains("stale"));
         assert!(change(0, "other").apply(kept()).unwrap_err().to_string().contains("stays so"));
     }

@@ -267,8 +267,10 @@ async fn verb(
     verb: Verb,
 ) -> Result<os::SandboxResponse, Status> {
     // What was done once is not done again, whatever the sandbox came to since.
-    if api.service.store.answered(key.as_ref()).await?.is_some() {
-        let sandbox = api.present(&call, &named).await?;
+    if let Some(id) = api.service.store.answered(key.as_ref()).await? {
+        // That very sandbox, and not another one of its name.
+        let key = String::from_utf8(id).map_err(ApiError::internal)?;
+        let sandbox = api.present(&call, &Named { key, ..named }).await?;
         return api.respond(sandbox).await;
     }
     let before = api.present(&call, &named).await?;

@@ -22,8 +22,9 @@ use crate::{
 pub const PORT: u32 = 22;
 /// How long a session's token is good for.
 const LIFE: Duration = Duration::from_secs(8 * 3600);
-/// Sessions of one gateway.
+/// Sessions of one gateway, and of one sandbox.
 const MOST: usize = 10_000;
+const MOST_OF_ONE: usize = 64;
 
 struct Session {
     sandbox: SandboxId,
@@ -42,7 +43,7 @@ impl Session {
 #[derive(Clone, Default)]
 pub struct Ssh(Arc<Mutex<HashMap<String, Session>>>);
 
-fn no_session() -> ApiError {
+pub fn no_session() -> ApiError {
     let text = "the session's token is not known, has expired, was revoked, or ended when its sandbox was put to rest";
     ApiError::new(Code::Unauthenticated, "SESSION_ENDED", text).with("next", "CreateSshSession")
 }
@@ -58,6 +59,10 @@ impl Ssh {
         if sessions.len() >= MOST {
             let text = format!("{MOST} SSH sessions are open, which is the most");
             return Err(ApiError::new(Code::ResourceExhausted, "TOO_MANY", text));
+        }
+        if sessions.values().filter(|one| one.sandbox == session.sandbox).count() >= MOST_OF_ONE {
+            let text = format!("{MOST_OF_ONE} SSH sessions of this sandbox are open, which is the most");
+            return Err(ApiError::new(Code::ResourceExhausted, "TOO_MANY_SSH_SESSIONS", text));
         }
         let (_, token) = new_secret();
         sessions.insert(hash_of(&token), session);
@@ -159,6 +164,10 @@ mod tests {
         assert!(ssh.check(&one, "").unwrap().is_none(), "the caller's own rights count");
         end.cancel();
         assert_eq!(ssh.check(&one, &token).unwrap_err().code, Code::Unauthenticated);
+        (1..MOST_OF_ONE).for_each(|_| drop(ssh.add(session(&other, later)).unwrap()));
+        ssh.add(session(&other, later)).unwrap();
+        let many = ssh.add(session(&other, later)).unwrap_err();
+        assert_eq!((many.code, many.reason.as_str()), (Code::ResourceExhausted, "TOO_MANY_SSH_SESSIONS"));
         let expired = ssh.add(session(&one, SystemTime::now())).unwrap();
         assert_eq!(ssh.check(&one, &expired).unwrap_err().code, Code::Unauthenticated);
     }

@@ -3,6 +3,8 @@
 use prost_types::{Struct, Value, value::Kind};
 use torpor_proto::{openshell::v1 as os, v1};
 
+use torpor_sandbox::id::clip;
+
 use crate::error::{ApiError, Code};
 
 /// A sandbox as it is to be created.
@@ -13,6 +15,14 @@ pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
     let template = from.template.clone().unwrap_or_default();
     if from.resource_requirements.as_ref().is_some_and(|wanted| wanted.gpu.is_some()) {
         return Err(no_gpu("spec.resource_requirements.gpu"));
+    }
+    for (field, is_set) in [
+        ("spec.template.runtime_class_name", !template.runtime_class_name.is_empty()),
+        ("spec.template.user_namespaces", template.user_namespaces.is_some_and(|wanted| wanted)),
+    ] {
+        if is_set {
+            return Err(not_done(field));
+        }
     }
     let restart_policy = match os::SandboxRestartPolicy::try_from(from.restart_policy) {
         Ok(os::SandboxRestartPolicy::Unspecified) => v1::RestartPolicy::Unspecified,
@@ -32,6 +42,8 @@ pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
         environment: environment.into_iter().collect(),
         resources: resources(template.resources.as_ref())?,
         restart_policy: restart_policy.into(),
+        // It is the main command's.
+        tty: from.tty && !from.command.is_empty(),
         ..v1::SandboxSpec::default()
     };
     driver_config(template.driver_config.as_ref(), &mut spec)?;
@@ -72,6 +84,15 @@ fn driver_config(config: Option<&Struct>, spec: &mut v1::SandboxSpec) -> Result<
     Ok(())
 }
 
+/// Something that would protect, or do, more than what there would be without it.
+fn not_done(field: &str) -> ApiError {
+    let message = format!(
+        "{field}: it is not served; drivers are told such things in driver_config (docs/guide/openshell.md), as far as the \
+         gateway's configuration allows"
+    );
+    ApiError::new(Code::Unimplemented, "FIELD_NOT_SERVED", message).with("field", field)
+}
+
 /// A GPU was asked for.
 pub fn no_gpu(field: &str) -> ApiError {
     let message = format!("{field}: no driver of this gateway has GPUs");
@@ -89,6 +110,14 @@ fn field<'a>(of: &'a Struct, key: &str) -> Option<&'a Struct> {
 fn resources(from: Option<&Struct>) -> Result<Option<v1::Resources>, ApiError> {
     let Some(from) = from else { return Ok(None) };
     let places = [field(from, "limits"), field(from, "requests"), Some(from)];
+    for key in places.iter().flatten().flat_map(|place| place.fields.keys()) {
+        let field = format!("spec.template.resources.{}", clip(key).escape_debug());
+        match key.as_str() {
+            "cpu" | "memory" | "limits" | "requests" => {}
+            gpu if gpu.to_ascii_lowercase().contains("gpu") => return Err(no_gpu(&field)),
+            _ => return Err(ApiError::invalid(&field, "cpu and memory are known")),
+        }
+    }
     let found = |key: &str| places.iter().flatten().find_map(|place| place.fields.get(key)).map(written);
     sizes(found("cpu"), found("memory"), "spec.template.resources")
 }

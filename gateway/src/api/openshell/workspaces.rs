@@ -1,5 +1,6 @@
 //! Workspaces and their members.
 
+use prost::Message as _;
 use tonic::Status;
 use torpor_proto::{
     openshell::{
@@ -129,16 +130,25 @@ pub async fn delete(
 pub async fn add_member(
     api: &OpenShellApi,
     call: Call,
-    message: os::AddWorkspaceMemberRequest,
+    mut message: os::AddWorkspaceMemberRequest,
 ) -> Result<os::AddWorkspaceMemberResponse, Status> {
+    let request_id = std::mem::take(&mut message.request_id);
+    let key = call.once(request_id, "openshell add member", &message)?;
     let workspace = call.present(&api.service, message.workspace_scope).await?;
+    // Whoever was removed since stays removed: a retry only says what came of the first one.
+    if let Some(answer) = api.service.store.answered(key.as_ref()).await? {
+        return Ok(os::AddWorkspaceMemberResponse::decode(answer.as_slice()).map_err(ApiError::internal)?);
+    }
     let request = v1::SetMemberRequest {
         workspace: workspace.clone(),
         subject: message.principal_subject,
         role: wanted_role(message.role)?.into(),
     };
     let set = api.workspaces().set_member(call.ask(&workspace, request)).await?.into_inner();
-    Ok(os::AddWorkspaceMemberResponse { member: Some(member(set)) })
+    let answer = os::AddWorkspaceMemberResponse { member: Some(member(set)) };
+    let kept = answer.encode_to_vec();
+    api.service.store.foreign_once(key, move |_| Ok(kept)).await?;
+    Ok(answer)
 }
 
 pub async fn remove_member(
