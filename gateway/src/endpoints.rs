@@ -68,10 +68,13 @@ pub struct Observation {
     pub since: SystemTime,
 }
 
+/// What was found last of a sandbox's endpoints, by their names; and what they were then.
+type Seen = HashMap<String, (Endpoint, Observation)>;
+
 /// The last observations, by sandbox and the endpoint's name.
 #[derive(Default)]
 pub struct Endpoints {
-    seen: Mutex<HashMap<SandboxId, HashMap<String, Observation>>>,
+    seen: Mutex<HashMap<SandboxId, Seen>>,
     /// Sandboxes that somebody looks at.
     looked_at: Mutex<HashSet<SandboxId>>,
 }
@@ -81,19 +84,30 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Endpoints {
-    /// What was found last of an endpoint.
-    pub fn get(&self, id: &SandboxId, name: &str) -> Option<Observation> {
-        locked(&self.seen).get(id)?.get(name).cloned()
+    /// What was found last of an endpoint, as it is declared now.
+    pub fn get(&self, id: &SandboxId, endpoint: &Endpoint) -> Option<Observation> {
+        let seen = locked(&self.seen);
+        let (of, observation) = seen.get(id)?.get(&endpoint.name)?;
+        (of == endpoint).then(|| observation.clone())
+    }
+
+    /// Forgets what is not declared any more.
+    fn keep(&self, id: &SandboxId, declared: &[Endpoint]) {
+        if let Some(ours) = locked(&self.seen).get_mut(id) {
+            ours.retain(|_, (of, _)| declared.contains(of));
+        }
     }
 
     /// Whether it is another finding than the last one.
-    fn put(&self, id: &SandboxId, name: &str, finding: Finding) -> bool {
+    fn put(&self, id: &SandboxId, endpoint: &Endpoint, finding: Finding) -> bool {
         let now = SystemTime::now();
         let mut seen = locked(&self.seen);
         let ours = seen.entry(id.clone()).or_default();
-        let before = ours.get(name).filter(|before| before.finding == finding);
-        let (since, changed) = (before.map_or(now, |before| before.since), before.is_none());
-        ours.insert(name.to_owned(), Observation { finding, observed: now, since });
+        let before =
+            ours.get(&endpoint.name).filter(|(of, before)| of == endpoint && before.finding == finding);
+        let (since, changed) = (before.map_or(now, |(_, before)| before.since), before.is_none());
+        let observation = Observation { finding, observed: now, since };
+        ours.insert(endpoint.name.clone(), (endpoint.clone(), observation));
         changed
     }
 }
@@ -111,7 +125,10 @@ impl Service {
             };
             match change {
                 Ok(change) if change.gone => drop(locked(&self.endpoints.seen).remove(&change.record.id)),
-                Ok(change) => self.look_at(&change.record, &places),
+                Ok(change) => {
+                    self.endpoints.keep(&change.record.id, &change.record.spec.endpoints);
+                    self.look_at(&change.record, &places);
+                }
                 Err(RecvError::Lagged(_)) => self.look_at_all(&places).await,
                 Err(RecvError::Closed) => return,
             }
@@ -184,7 +201,7 @@ impl Service {
             let Ok(_place) = places.acquire().await else { return all };
             let finding = self.find(record, endpoint).await;
             all &= matches!(finding, Finding::Ok { .. });
-            if self.endpoints.put(&record.id, &endpoint.name, finding) {
+            if self.endpoints.put(&record.id, endpoint, finding) {
                 self.progress.noticed(&record.id);
             }
         }

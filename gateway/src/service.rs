@@ -599,7 +599,7 @@ impl Service {
         let usual = || pooled.then(|| self.default_egress.clone());
         let egress = record.spec.egress.clone().or_else(usual);
         let operation = self.maintenance.running(&record.id);
-        let seen = |endpoint: &Endpoint| self.endpoints.get(&record.id, &endpoint.name);
+        let seen = |endpoint: &Endpoint| self.endpoints.get(&record.id, endpoint);
         let endpoints = record.spec.endpoints.iter().map(seen).collect();
         View { record, facts, now, operation, endpoints, pressed, egress }
     }

@@ -60,9 +60,9 @@ impl Service {
     /// Deleting, all else at rest.
     ///
     /// # Errors
-    /// `UNIMPLEMENTED` while updates are switched off, and for another image; `INVALID_ARGUMENT` for a value that can't be, or
-    /// without a version; `ABORTED` for a stale one; `FAILED_PRECONDITION` unless it is at rest, for what its driver can't
-    /// change, and while another update is pending. `UPDATE_PENDING`: it stopped on the way.
+    /// `UNIMPLEMENTED` while updates are switched off, for another image, and for what its driver can't change;
+    /// `INVALID_ARGUMENT` for a value that can't be, or without a version; `ABORTED` for a stale one; `FAILED_PRECONDITION`
+    /// unless it is at rest, and while another update is pending. `UPDATE_PENDING`: it stopped on the way.
     pub async fn update(&self, target: Target, wish: UpdateWish) -> Result<Arc<Record>, ApiError> {
         self.updates_are_on()?;
         let asked = format!("{} {wish:?}", target.sandbox);
@@ -192,12 +192,13 @@ impl Service {
                 [] => "only labels and annotations can be changed".to_owned(),
                 fields => format!("it can change {}", names(fields)),
             };
+            let why = driver.why_not(field).map(|why| format!(": {why}")).unwrap_or_default();
             let message = format!(
-                "{}: the {} driver can't change it of a sandbox that is there; {possible}",
+                "{}: the {} driver can't change it of a sandbox that is there{why}; {possible}",
                 field.as_str(),
                 record.spec.driver
             );
-            let error = ApiError::new(Code::FailedPrecondition, "UPDATE_NOT_SUPPORTED", message);
+            let error = ApiError::new(Code::Unimplemented, "UPDATE_NOT_SUPPORTED", message);
             let next = "make a sandbox that has it so (torpor create), and copy over what is to stay";
             return Err(error.about(record).with("field", field.as_str()).with("next", next));
         }

@@ -33,6 +33,7 @@ fn config(dir: &Path) -> Config {
         run_dir: dir.join("run"),
         listen: format!("unix://{}/gateway.sock", dir.display()),
         drivers: vec!["kubernetes".into()],
+        enable_sandbox_updates: true,
         kubernetes: KubernetesSection {
             kubeconfig: dir.join("kubeconfig"),
             driver_config: ["nodeSelector", "runtimeClassName"].map(str::to_owned).into(),
@@ -405,6 +406,112 @@ async fn a_template_and_a_sandbox_say_what_is_allowed_and_nothing_is_written_of_
     assert_eq!(host.cluster.names("sandboxes").len(), 1);
     let missing = client.get(v1::GetSandboxRequest { sandbox: "b".into() }).await.unwrap_err();
     assert_eq!(missing.code(), Code::NotFound);
+}
+
+/// What an update says, by the field that it names.
+fn changes() -> Vec<(&'static str, v1::UpdateSandboxRequest)> {
+    let plain = v1::UpdateSandboxRequest::default;
+    let words = |words: &[&str]| Some(v1::StringList { values: words.iter().map(|w| (*w).into()).collect() });
+    let resources = |cpus, memory_bytes, disk_bytes| Some(v1::Resources { cpus, memory_bytes, disk_bytes });
+    let endpoint = v1::Endpoint { name: "web".into(), port: 80, http_path: String::new() };
+    let egress = v1::Egress { policy: v1::egress::Policy::None.into(), ..Default::default() };
+    let values = common::map(&[("WHO", "changed")]);
+    vec![
+        ("command", v1::UpdateSandboxRequest { command: words(&["sleep", "4343"]), ..plain() }),
+        ("environment", v1::UpdateSandboxRequest { environment: Some(v1::StringMap { values }), ..plain() }),
+        ("workdir", v1::UpdateSandboxRequest { workdir: Some("/etc".into()), ..plain() }),
+        ("user", v1::UpdateSandboxRequest { user: Some("worker".into()), ..plain() }),
+        ("resources.cpus", v1::UpdateSandboxRequest { resources: resources(Some(3), None, None), ..plain() }),
+        (
+            "resources.memory_bytes",
+            v1::UpdateSandboxRequest { resources: resources(None, Some(320 << 20), None), ..plain() },
+        ),
+        (
+            "resources.disk_bytes",
+            v1::UpdateSandboxRequest { resources: resources(None, None, Some(1 << 40)), ..plain() },
+        ),
+        ("egress", v1::UpdateSandboxRequest { egress: Some(egress), ..plain() }),
+        (
+            "restart_policy",
+            v1::UpdateSandboxRequest { restart_policy: v1::RestartPolicy::Always.into(), ..plain() },
+        ),
+        (
+            "stop_grace",
+            v1::UpdateSandboxRequest {
+                stop_grace: Some(prost_types::Duration { seconds: 77, nanos: 0 }),
+                ..plain()
+            },
+        ),
+        (
+            "endpoints",
+            v1::UpdateSandboxRequest {
+                endpoints: Some(v1::EndpointList { values: vec![endpoint] }),
+                ..plain()
+            },
+        ),
+        ("stdin", v1::UpdateSandboxRequest { stdin: Some(true), ..plain() }),
+        ("tty", v1::UpdateSandboxRequest { tty: Some(true), ..plain() }),
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_field_of_an_update_is_done_or_refused_with_the_reason() {
+    let fields: Vec<&str> = torpor_sandbox::Field::ALL.iter().map(|field| field.as_str()).collect();
+    assert_eq!(changes().iter().map(|(field, _)| *field).collect::<Vec<_>>(), fields);
+    for generation in [Generation::Alpha, Generation::Stable] {
+        let mut host = Host::new(generation).await;
+        host.gateway.start(None);
+        let channel = host.gateway.connect().await.unwrap();
+        let mut client = SandboxesClient::new(channel);
+        let environment = common::map(&[("SECRET", "marked-value-of-a-variable")]);
+        let spec = Some(v1::SandboxSpec { image: "tiny:1".into(), environment, ..Default::default() });
+        client.create(v1::CreateSandboxRequest { spec, ..common::create("a") }).await.unwrap();
+        let object = host.cluster.names("sandboxes")[0].clone();
+        for plural in ["sandboxes", "pods"] {
+            let text = host.cluster.object(plural, &object).unwrap().to_string();
+            assert!(!text.contains("marked-value"), "who may look at {plural} sees a variable: {text}");
+        }
+        // Others' additions to the pod template stay.
+        host.cluster.change("sandboxes", &object, |sandbox| {
+            let containers = sandbox["spec"]["podTemplate"]["spec"]["containers"].as_array_mut().unwrap();
+            containers.insert(0, json!({"name": "theirs", "image": "theirs:1"}));
+        });
+        client.stop(v1::StopRequest { target: common::target("a") }).await.unwrap();
+        for (field, change) in changes() {
+            let get = v1::GetSandboxRequest { sandbox: "a".into() };
+            let before = client.get(get.clone()).await.unwrap().into_inner();
+            let target = no_wait("a").map(|target| v1::Target { expected_version: before.version, ..target });
+            let done = client.update(v1::UpdateSandboxRequest { target, ..change }).await;
+            if ["resources.disk_bytes", "egress"].contains(&field) {
+                let error = done.unwrap_err();
+                common::refused(&error, Code::Unimplemented, "UPDATE_NOT_SUPPORTED");
+                assert!(error.message().starts_with(&format!("{field}: ")), "{error:?}");
+                let reason = if field == "egress" { "network policies" } else { "storage class" };
+                assert!(error.message().contains(reason), "{error:?}");
+                assert_eq!(client.get(get).await.unwrap().into_inner().version, before.version);
+            } else {
+                assert!(done.unwrap().into_inner().version > before.version, "{field}");
+            }
+        }
+        client.start(v1::StartRequest { target: common::target("a") }).await.unwrap();
+        let pod = host.cluster.object("pods", &object).unwrap();
+        assert_eq!(pod["spec"]["terminationGracePeriodSeconds"], json!(77), "{generation:?}");
+        let containers = pod["spec"]["containers"].as_array().unwrap();
+        assert_eq!(containers[0], json!({"name": "theirs", "image": "theirs:1"}), "{generation:?}");
+        let limits = json!({"cpu": "3", "memory": (320_u64 << 20).to_string()});
+        assert_eq!(containers[1]["resources"], json!({"limits": limits, "requests": limits}));
+        let folders = fs::read_dir(host.gateway.state().join("kubernetes")).unwrap();
+        let stored = folders.flatten().map(|one| one.path().join("spec.json")).find(|p| p.is_file()).unwrap();
+        let stored: serde_json::Value = serde_json::from_str(&fs::read_to_string(stored).unwrap()).unwrap();
+        assert_eq!(
+            (&stored["workdir"], &stored["user"], &stored["tty"]),
+            (&json!("/etc"), &json!("worker"), &json!(true))
+        );
+        assert_eq!(
+            (&stored["command"], &stored["environment"]),
+            (&json!(["sleep", "4343"]), &json!({"WHO": "changed"}))
+        );
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -52,6 +52,15 @@ fn list(words: &[&str]) -> Option<v1::StringList> {
     Some(v1::StringList { values: words.iter().map(|word| (*word).to_owned()).collect() })
 }
 
+fn served(all: &[(&str, u32, &str)]) -> Option<v1::EndpointList> {
+    let one = |(name, port, path): &(&str, u32, &str)| v1::Endpoint {
+        name: (*name).to_owned(),
+        port: *port,
+        http_path: (*path).to_owned(),
+    };
+    Some(v1::EndpointList { values: all.iter().map(one).collect() })
+}
+
 fn at(sandbox: &v1::Sandbox) -> Option<v1::Target> {
     let (sandbox, expected_version) = (sandbox.name.clone(), sandbox.version);
     Some(v1::Target { sandbox, expected_version, ..Default::default() })
@@ -120,6 +129,9 @@ async fn what_is_absent_is_left_alone_and_what_is_empty_replaces() {
         egress: Some(v1::Egress { policy: v1::egress::Policy::None.into(), ..Default::default() }),
         restart_policy: v1::RestartPolicy::OnFailure.into(),
         user: Some("www".into()),
+        endpoints: served(&[("web", 80, "/health"), ("db", 5432, "")]),
+        stdin: Some(true),
+        tty: Some(true),
         ..Default::default()
     };
     let after = update(&mut client, request).await.unwrap();
@@ -129,6 +141,10 @@ async fn what_is_absent_is_left_alone_and_what_is_empty_replaces() {
     assert_eq!(new.command, ["serve", "--fast"]);
     assert_eq!(new.environment, map(&[("B", "2")]), "a map is taken whole");
     assert_eq!((new.workdir.as_str(), new.user.as_str()), ("/srv", "www"));
+    assert_eq!((new.stdin, new.tty), (true, true));
+    assert_eq!(new.endpoints, served(&[("web", 80, "/health"), ("db", 5432, "")]).unwrap().values);
+    let declared = &after.status.as_ref().unwrap().endpoints;
+    assert_eq!(declared.iter().map(|one| one.port).collect::<Vec<_>>(), [80, 5432]);
     let resources = new.resources.unwrap();
     assert_eq!((resources.memory_bytes, resources.disk_bytes), (Some(GIB), Some(20 * GIB)));
     assert_eq!(resources.cpus, old.resources.unwrap().cpus);
@@ -156,12 +172,16 @@ async fn what_is_absent_is_left_alone_and_what_is_empty_replaces() {
         egress: Some(v1::Egress::default()),
         workdir: Some(String::new()),
         user: Some(String::new()),
+        endpoints: served(&[]),
+        stdin: Some(false),
+        tty: Some(false),
         ..Default::default()
     };
     let after = update(&mut client, request).await.unwrap();
     let new = spec(&after);
     assert!(new.command.is_empty() && new.environment.is_empty() && new.egress.is_none());
     assert!(new.workdir.is_empty() && new.user.is_empty());
+    assert!(new.endpoints.is_empty() && !new.stdin && !new.tty);
     assert!(after.labels.is_empty() && after.annotations.is_empty());
     assert_eq!(new.restart_policy(), v1::RestartPolicy::OnFailure);
 
@@ -261,6 +281,16 @@ async fn reserved_and_impossible_values_are_refused_by_their_field_and_nothing_i
         ("command:", v1::UpdateSandboxRequest { command: list(&[""]), ..blank() }),
         ("environment:", v1::UpdateSandboxRequest { environment: words(&[("A=B", "")]), ..blank() }),
         ("workdir:", v1::UpdateSandboxRequest { workdir: Some("relative".into()), ..blank() }),
+        ("endpoints:", v1::UpdateSandboxRequest { endpoints: served(&[("web", 0, "")]), ..blank() }),
+        ("endpoints:", v1::UpdateSandboxRequest { endpoints: served(&[("web", 70_000, "")]), ..blank() }),
+        ("endpoints:", v1::UpdateSandboxRequest { endpoints: served(&[("a b", 80, "")]), ..blank() }),
+        ("endpoints:", v1::UpdateSandboxRequest { endpoints: served(&[("a", 80, "x")]), ..blank() }),
+        (
+            "endpoints:",
+            v1::UpdateSandboxRequest { endpoints: served(&[("a", 1, ""), ("a", 2, "")]), ..blank() },
+        ),
+        ("stdin:", v1::UpdateSandboxRequest { stdin: Some(true), ..blank() }),
+        ("tty:", v1::UpdateSandboxRequest { tty: Some(true), ..blank() }),
         ("user:", v1::UpdateSandboxRequest { user: Some("a b".into()), ..blank() }),
         (
             "resources.cpus:",
@@ -336,7 +366,7 @@ async fn what_a_driver_cannot_change_is_refused_before_anything_is_written() {
         ..Default::default()
     };
     let error = update(&mut client, request).await.unwrap_err();
-    refused(&error, Code::FailedPrecondition, "UPDATE_NOT_SUPPORTED");
+    refused(&error, Code::Unimplemented, "UPDATE_NOT_SUPPORTED");
     assert!(error.message().starts_with("resources.memory_bytes:"), "{error:?}");
     assert!(error.message().ends_with("it can change command"), "{error:?}");
     assert_eq!(get(&mut client, "web").await.version, before.version);

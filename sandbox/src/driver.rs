@@ -94,6 +94,11 @@ pub trait ComputeDriver: Send + Sync + 'static {
         &[]
     }
 
+    /// Why it can't change a field that `updates` doesn't hold, in words that say what to do, where there is more to say.
+    fn why_not(&self, _field: Field) -> Option<&'static str> {
+        None
+    }
+
     /// Makes the stored spec of a sandbox that nothing runs as it is in `spec`, which differs in fields of `updates` only;
     /// the size of its disk is changed before, by [`DiskCare`]. The next start goes by it. All or nothing; a repeat after
     /// a failure or a crash finishes it.

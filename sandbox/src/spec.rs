@@ -5,6 +5,8 @@ use std::{collections::BTreeMap, time::Duration};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::{id::clip, words::said_within};
+
 /// Smallest guest memory that a stock kernel with the agent's initramfs boots in, bytes.
 pub const MIN_MEMORY: u64 = 96 << 20;
 /// Smallest disk, bytes.
@@ -111,6 +113,15 @@ impl Endpoint {
         }
     }
 }
+
+/// Longest path, bytes: the kernel's own limit is one more.
+const MAX_PATH: usize = 4095;
+/// Longest name of an image, bytes.
+const MAX_IMAGE: usize = 1024;
+/// Longest argument, and longest variable with its name and what is between them, bytes: Linux's own limit is one more.
+pub const MAX_WORD: usize = 131_071;
+/// What each argument and variable counts beside its bytes, as for the kernel.
+const EACH: usize = 8;
 
 /// Most endpoints of a sandbox.
 const MAX_ENDPOINTS: usize = 16;
@@ -268,7 +279,8 @@ impl HostLimits {
 }
 
 fn wrong<T>(field: &'static str, problem: impl Into<String>) -> Result<T, InvalidSpec> {
-    Err(InvalidSpec { field, problem: problem.into() })
+    // What it quotes may be of any length.
+    Err(InvalidSpec { field, problem: said_within(&problem.into(), 500) })
 }
 
 impl SandboxSpec {
@@ -307,12 +319,14 @@ impl SandboxSpec {
         if self.image.is_empty() {
             return wrong("image", "an image name or digest is needed; `torpor image list` shows them");
         }
+        if !is_line(&self.image, MAX_IMAGE) {
+            let problem = format!("a name has no control characters and at most {MAX_IMAGE} bytes");
+            return wrong("image", problem);
+        }
         self.validate_command()?;
         validate_environment("environment", &self.environment)?;
-        if let Some(dir) = &self.workdir
-            && (!dir.starts_with('/') || dir.contains('\0'))
-        {
-            return wrong("workdir", format!("'{}' is not an absolute path", dir.escape_debug()));
+        if let Some(dir) = &self.workdir {
+            validate_path("workdir", dir)?;
         }
         if let Some(user) = &self.user
             && (user.is_empty()
@@ -327,10 +341,8 @@ impl SandboxSpec {
                 format!("'{}' is not one of auto, qemu, kvm", self.machine.escape_debug()),
             );
         }
-        if let Some(kernel) = &self.kernel
-            && !kernel.starts_with('/')
-        {
-            return wrong("kernel", "the path of a kernel must be absolute");
+        if let Some(kernel) = &self.kernel {
+            validate_path("kernel", kernel)?;
         }
         if self.volumes.len() > MAX_VOLUMES {
             return wrong(
@@ -371,11 +383,29 @@ impl SandboxSpec {
         if self.command.iter().any(|a| a.contains('\0')) {
             return wrong("command", "an argument holds a NUL byte");
         }
-        if self.command.iter().map(String::len).sum::<usize>() > MAX_TEXT {
-            return wrong("command", format!("longer than {MAX_TEXT} bytes"));
+        if self.command.iter().any(|argument| argument.len() > MAX_WORD) {
+            return wrong("command", format!("an argument has more than {MAX_WORD} bytes"));
+        }
+        if self.command.iter().map(|argument| argument.len() + EACH).sum::<usize>() > MAX_TEXT {
+            return wrong("command", format!("longer than {MAX_TEXT} bytes, with {EACH} for each argument"));
         }
         Ok(())
     }
+}
+
+/// A text of bounded length that can be shown as it is.
+fn is_line(text: &str, longest: usize) -> bool {
+    text.len() <= longest && !text.contains(char::is_control)
+}
+
+fn validate_path(field: &'static str, path: &str) -> Result<(), InvalidSpec> {
+    if !path.starts_with('/') {
+        return wrong(field, format!("'{}' is not an absolute path", clip(path).escape_debug()));
+    }
+    if !is_line(path, MAX_PATH) {
+        return wrong(field, format!("a path has no control characters and at most {MAX_PATH} bytes"));
+    }
+    Ok(())
 }
 
 impl Resources {
@@ -426,11 +456,15 @@ pub fn validate_environment(
 ) -> Result<(), InvalidSpec> {
     for (key, value) in environment {
         if key.is_empty() || key.contains(['=', '\0']) || value.contains('\0') {
-            return wrong(field, format!("variable '{}' is not valid", key.escape_debug()));
+            return wrong(field, format!("variable '{}' is not valid", clip(key).escape_debug()));
+        }
+        if key.len() + 1 + value.len() > MAX_WORD {
+            let problem = format!("variable '{}' has more than {MAX_WORD} bytes", clip(key).escape_debug());
+            return wrong(field, problem);
         }
     }
-    if environment.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>() > MAX_TEXT {
-        return wrong(field, format!("longer than {MAX_TEXT} bytes"));
+    if environment.iter().map(|(k, v)| k.len() + v.len() + EACH).sum::<usize>() > MAX_TEXT {
+        return wrong(field, format!("longer than {MAX_TEXT} bytes, with {EACH} for each variable"));
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration, time::SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-use crate::spec::{Egress, RestartPolicy, SandboxSpec};
+use crate::spec::{Egress, Endpoint, RestartPolicy, SandboxSpec};
 
 /// A part of a spec that can be changed while nothing runs, by drivers that can.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +29,12 @@ pub enum Field {
     Restart,
     /// How long processes may take to end.
     StopGrace,
+    /// What it serves.
+    Endpoints,
+    /// Whether the main command has an input.
+    Stdin,
+    /// Whether the main command has a terminal.
+    Tty,
 }
 
 impl Field {
@@ -44,6 +50,9 @@ impl Field {
         Self::Egress,
         Self::Restart,
         Self::StopGrace,
+        Self::Endpoints,
+        Self::Stdin,
+        Self::Tty,
     ];
 
     /// As it is called in the API.
@@ -59,6 +68,9 @@ impl Field {
             Self::Egress => "egress",
             Self::Restart => "restart_policy",
             Self::StopGrace => "stop_grace",
+            Self::Endpoints => "endpoints",
+            Self::Stdin => "stdin",
+            Self::Tty => "tty",
         }
     }
 }
@@ -87,6 +99,12 @@ pub struct SpecChange {
     pub restart: Option<RestartPolicy>,
     /// For processes to end.
     pub stop_grace: Option<Duration>,
+    /// In place of all present ones.
+    pub endpoints: Option<Vec<Endpoint>>,
+    /// An input of the main command.
+    pub stdin: Option<bool>,
+    /// A terminal of the main command.
+    pub tty: Option<bool>,
 }
 
 /// Another egress policy.
@@ -123,6 +141,9 @@ impl SpecChange {
         set(&mut spec.resources.disk_bytes, &self.disk_bytes);
         set(&mut spec.restart, &self.restart);
         set(&mut spec.stop_grace, &self.stop_grace);
+        set(&mut spec.endpoints, &self.endpoints);
+        set(&mut spec.stdin, &self.stdin);
+        set(&mut spec.tty, &self.tty);
         match &self.egress {
             None => {}
             Some(EgressChange::Default) => spec.egress = None,
@@ -146,6 +167,9 @@ impl SpecChange {
             Field::Egress => spec.egress != after.egress,
             Field::Restart => spec.restart != after.restart,
             Field::StopGrace => spec.stop_grace != after.stop_grace,
+            Field::Endpoints => spec.endpoints != after.endpoints,
+            Field::Stdin => spec.stdin != after.stdin,
+            Field::Tty => spec.tty != after.tty,
         };
         Field::ALL.iter().copied().filter(differs).collect()
     }
@@ -195,6 +219,8 @@ mod tests {
         before.environment.insert("A".into(), "1".into());
         (before.workdir, before.user) = (Some("/srv".into()), Some("www".into()));
         before.egress = Some(crate::Egress::None);
+        before.endpoints = vec![Endpoint { name: "web".into(), port: 80, http_path: None }];
+        (before.stdin, before.tty) = (true, true);
 
         let nothing = SpecChange::default();
         let mut after = before.clone();
@@ -208,10 +234,14 @@ mod tests {
             workdir: Some(String::new()),
             user: Some(String::new()),
             egress: Some(EgressChange::Default),
+            endpoints: Some(vec![]),
+            stdin: Some(false),
+            tty: Some(false),
             ..SpecChange::default()
         };
         use Field::*;
-        assert_eq!(empty.fields(&before), [Command, Environment, Workdir, User, Egress]);
+        let all = [Command, Environment, Workdir, User, Egress, Endpoints, Stdin, Tty];
+        assert_eq!(empty.fields(&before), all);
         empty.apply(&mut after);
         assert_eq!(after, SandboxSpec { hostname: before.hostname.clone(), ..spec() });
         // As it is kept.
@@ -232,6 +262,9 @@ mod tests {
             egress: Some(EgressChange::Own(Egress::Open)),
             restart: Some(RestartPolicy::Always),
             stop_grace: Some(Duration::from_secs(77)),
+            endpoints: Some(vec![Endpoint { name: "a".into(), port: 1, http_path: None }]),
+            stdin: Some(true),
+            tty: Some(true),
         };
         assert_eq!(all.fields(&spec()), Field::ALL);
         let mut after = spec();

@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a helper of tests: what goes wrong here fails the test, loudly")]
 
 pub mod engine;
+pub mod secrets;
+pub mod updates;
 
 use std::{
     fs,
@@ -131,6 +133,8 @@ pub struct Host {
     instance: String,
     /// First on the gateway's path.
     tools: Option<PathBuf>,
+    /// What the gateway logs; none: as it does by itself.
+    log: Option<&'static str>,
 }
 
 impl Host {
@@ -146,6 +150,13 @@ impl Host {
         host
     }
 
+    /// The same, and it logs by this filter.
+    pub fn logging(more: &str, filter: &'static str) -> Self {
+        let host = Self::made(more, None, Some(filter));
+        host.ok(&["image", "import", "tiny", shared().dir.join("tree").to_str().unwrap()]);
+        host
+    }
+
     /// A gateway of container drivers only, the first of these engines its default, with the image "tiny".
     pub fn on(engines: &[&engine::Engine]) -> Self {
         Self::of(&[], engines)
@@ -155,21 +166,21 @@ impl Host {
     pub fn of(drivers: &[&str], engines: &[&engine::Engine]) -> Self {
         let names = drivers.iter().copied().chain(engines.iter().map(|engine| engine.name));
         let names: Vec<String> = names.map(|name| format!("'{name}'")).collect();
-        let mut more = format!("drivers = [{}]\n", names.join(", "));
+        let mut more = format!("enable_sandbox_updates = true\ndrivers = [{}]\n", names.join(", "));
         for engine in engines {
             more.push_str(&format!("[{}]\nsocket = '{}'\n", engine.name, engine.socket().display()));
         }
-        let host = Self::made(&more, engines.iter().find_map(|engine| engine.criu.clone()));
+        let host = Self::made(&more, engines.iter().find_map(|engine| engine.criu.clone()), None);
         host.ok(&["image", "import", "tiny", shared().dir.join("tree").to_str().unwrap()]);
         host
     }
 
     /// A gateway with no image and more configuration (TOML).
     pub fn empty(more: &str) -> Self {
-        Self::made(more, None)
+        Self::made(more, None, None)
     }
 
-    fn made(more: &str, tools: Option<PathBuf>) -> Self {
+    fn made(more: &str, tools: Option<PathBuf>, log: Option<&'static str>) -> Self {
         let dir = tempfile::Builder::new().prefix("tt").tempdir_in("/tmp").unwrap();
         let state = dir.path().join("state");
         fs::create_dir_all(&state).unwrap();
@@ -186,7 +197,7 @@ impl Host {
             10_000 + lane * 1000,
         );
         fs::write(dir.path().join("torpor.toml"), config).unwrap();
-        let host = Self { dir, gateway: Mutex::new(None), instance, tools };
+        let host = Self { dir, gateway: Mutex::new(None), instance, tools, log };
         host.start_gateway();
         host
     }
@@ -232,6 +243,7 @@ impl Host {
             .arg(self.endpoint())
             .env("PATH", self.path())
             .env("TORPOR_FAILPOINT", failpoint)
+            .env("TORPOR_LOG", self.log.unwrap_or("info"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)

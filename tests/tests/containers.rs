@@ -14,6 +14,7 @@ use torpor_tests::{
     Host, can_run_vms,
     engine::{Engine, can_run},
     need,
+    updates::each_field_is_changed_or_refused,
 };
 
 /// One test for each engine.
@@ -46,6 +47,7 @@ fn on(name: &'static str, test: &str, case: fn(&Engine, &Host)) {
 on_both! {
     a_sandbox_sleeps_and_wakes_in_the_same_container
     what_a_container_can_not_do_is_refused_before_anything_is_written
+    each_field_of_an_update_is_done_or_refused_with_the_reason
     an_engine_that_is_away_is_waited_for_and_intent_decides_when_it_is_back
     what_outsiders_do_to_a_container_is_put_right_or_named
     a_database_made_anew_knows_what_runs_and_what_rests
@@ -137,6 +139,24 @@ fn what_a_container_can_not_do_is_refused_before_anything_is_written(engine: &En
     }
     assert_eq!(host.get("web")["phase"], "Ready");
     assert_eq!(host.get("web")["driver"], engine.name);
+}
+
+fn each_field_of_an_update_is_done_or_refused_with_the_reason(engine: &Engine, host: &Host) {
+    let docker = engine.name == "docker";
+    let limits: &[&str] = if docker { &[] } else { &["resources.cpus", "resources.memory_bytes"] };
+    each_field_is_changed_or_refused(host, &[&["resources.disk_bytes", "egress"], limits].concat());
+    let found = engine.inspect(&id_of(host, "table"));
+    if docker {
+        // What the engine itself says of the container that it had made before.
+        let limits = &found["HostConfig"];
+        let cpus = std::thread::available_parallelism().unwrap().get().min(2);
+        assert_eq!(limits["NanoCpus"].as_u64(), Some(cpus as u64 * 1_000_000_000), "{limits}");
+        assert!([0, 320 << 20].contains(&limits["Memory"].as_u64().unwrap()), "{limits}");
+    }
+    // Whoever may look at a container sees none of its variables.
+    host.ok(&["create", "secret", "--env", "KEY=marked-value-of-a-variable"]);
+    let found = engine.inspect(&id_of(host, "secret"));
+    assert!(!found.to_string().contains("marked-value"), "{found}");
 }
 
 fn an_engine_that_is_away_is_waited_for_and_intent_decides_when_it_is_back(engine: &Engine, host: &Host) {

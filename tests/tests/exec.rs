@@ -54,6 +54,17 @@ fn commands_end_as_they_should_and_take_what_they_are_given() {
     assert_eq!(shown, "b c /tmp 1000:1000 /home/worker\n");
     assert!(host.fails(&["exec", "--user", "nobody-here", "box", "--", "true"]).1.contains("nobody-here"));
 
+    // Half of an input is not taken for the whole: a client that goes away hangs its command up.
+    let script = "cat > /tmp/half && echo whole > /tmp/whole";
+    let mut client = host.command(&["exec", "-i", "box", "--", "sh", "-c", script]);
+    let mut client = client.stdin(Stdio::piped()).spawn().unwrap();
+    client.stdin.as_mut().unwrap().write_all(b"half\n").unwrap();
+    host.until("half of it is there", |host| host.sh("box", "cat /tmp/half 2>/dev/null || true") == "half\n");
+    client.kill().unwrap();
+    client.wait().unwrap();
+    host.until("its command has ended", |host| host.sh("box", "pidof cat || echo none") == "none\n");
+    assert_eq!(host.sh("box", "ls /tmp/whole 2>/dev/null || echo none"), "none\n");
+
     // A background child holds the pipes: the command's end is the end.
     let began = Instant::now();
     assert_eq!(host.ok(&["exec", "box", "--", "sh", "-c", "sleep 100 & echo hi"]), "hi\n");

@@ -19,7 +19,7 @@ use nix::{
 };
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
-use torpor_tests::{Host, can_run_vms, wait_at_most};
+use torpor_tests::{Host, can_run_vms, secrets::http, wait_at_most};
 
 /// Nothing takes this long unless it hangs.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -92,7 +92,9 @@ fn files_go_in_and_come_out_whole_and_a_broken_copy_goes_on() {
     if !can_run_vms("files_go_in_and_come_out_whole_and_a_broken_copy_goes_on") {
         return;
     }
-    let host = Host::new();
+    let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let host =
+        Host::with(&format!("[[tcp]]\naddress = '{address}'\nplaintext = true\nanonymous = 'admin'\n"));
     let main = "i=0; while :; do i=$((i+1)); echo line $i; echo oops >&2; sleep 1; done";
     host.ok(&["create", "box", "--", "sh", "-c", main]);
     let here = tempfile::tempdir().unwrap();
@@ -102,7 +104,7 @@ fn files_go_in_and_come_out_whole_and_a_broken_copy_goes_on() {
     tree(&here.path().join("tree"));
     let copied = report(&host.ok(&["cp", &path("tree"), "box:/root/", "-o", "json"]));
     assert_eq!((&copied["files"], &copied["symlinks"]), (&Value::from(10), &Value::from(2)), "{copied}");
-    assert_eq!(host.sh("box", "cat /root/tree/deep/-rf; ls /root/tree | wc -l; ls -a / /root | grep -c -e pwned -e torpor-part || true"), "33\n0\n");
+    assert_eq!(host.sh("box", "cat /root/tree/deep/-rf; ls /root/tree | wc -l; ls -a / /root | grep -c -e pwned -e torpor-part -e torpor-new || true"), "33\n0\n");
     assert_eq!(
         host.sh("box", "stat -c %U:%a /root/tree/deep/-rf; readlink /root/tree/absolute"),
         "root:751\n/etc/passwd\n"
@@ -120,6 +122,7 @@ fn files_go_in_and_come_out_whole_and_a_broken_copy_goes_on() {
     assert_eq!((&again["unchanged"], &again["files"]), (&Value::from(9), &Value::from(1)), "{again}");
 
     streams_and_refusals(&host, &path);
+    hostile_names(&host, &address);
     let (code, errors) = host.fails(&["ssh", "box"]);
     assert!(
         code == 4 && errors.contains("SSH_SERVER_MISSING") && errors.contains("openssh-server"),
@@ -166,6 +169,62 @@ fn streams_and_refusals(host: &Host, path: &dyn Fn(&str) -> String) {
         let (got, errors) = host.fails(&arguments);
         assert!(got == code && errors.contains(word), "{arguments:?}: {got} {errors}");
     }
+}
+
+/// What comes of an upload by REST of one file of this name into /tmp/odd.
+fn uploaded(address: &str, name: &[u8], data: &[&[u8]]) -> (u16, String) {
+    let text = |bytes: &[u8]| base64::Engine::encode(&base64::prelude::BASE64_STANDARD, bytes);
+    let entry = serde_json::json!({
+        "entry": { "path": text(name), "kind": "FILE_KIND_FILE", "mode": 0o640 },
+    });
+    let start = serde_json::json!({ "path": "/tmp/odd", "parents": true });
+    let mut lines = vec![start.to_string(), entry.to_string()];
+    lines.extend(data.iter().map(|piece| serde_json::json!({ "data": text(piece) }).to_string()));
+    lines.extend([r#"{"fileEnd": {}}"#, r#"{"end": {}}"#].map(str::to_owned));
+    let request = "POST /v1/sandboxes/box/files:upload";
+    let (status, answer, _) = http(address, request, &[], &lines.join("\n"), None);
+    (status, answer)
+}
+
+/// Names that a client of its own sends, past our command line's checks.
+fn hostile_names(host: &Host, address: &str) {
+    for name in [&b"$(touch pwned)\n`id`"[..], b"-rf", b"..x", b"\xff\xfe", b" "] {
+        let (status, answer) = uploaded(address, name, &[b"odd"]);
+        assert!(status == 200 && answer.contains("\"files\":\"1\""), "{answer}");
+    }
+    assert_eq!(host.sh("box", "ls /tmp/odd | grep -c . ; cat /tmp/odd/*id*; stat -c %a /tmp/odd/-rf; ls /pwned /tmp/odd/pwned 2>/dev/null | wc -l"), "6\nodd640\n0\n");
+    let long = b"x/".repeat(2048);
+    for name in
+        [&b"a\0b"[..], b"..", b"../x", b"a/../x", b"./x", b"/etc/x", b"", b"a//b", b"a/", &[b'x'; 256], &long]
+    {
+        let (status, answer) = uploaded(address, name, &[b"evil"]);
+        let shown = name.escape_ascii().to_string();
+        assert!(status == 400 && answer.contains("BAD_PATH"), "{shown}: {answer}");
+    }
+    assert_eq!(host.sh("box", "ls /tmp | grep -c '^x$' || true; ls /etc/x 2>/dev/null | wc -l"), "0\n0\n");
+    for call in ["files:stat", "files", "files:download"] {
+        for path in ["%2Ftmp%2Fa%00b".to_owned(), format!("%2Ftmp%2F{}", "x%2F".repeat(2100))] {
+            let request = format!("GET /v1/sandboxes/box/{call}?path={path}");
+            let (_, answer, _) = http(address, &request, &[], "", None);
+            assert!(answer.contains("BAD_PATH"), "{call}: {answer}");
+        }
+    }
+    // 4 MiB and a byte, and nothing at all, both ways.
+    let piece: Vec<u8> = (0..1_u32 << 20).map(|n| (n ^ (n >> 8)).to_le_bytes()[0]).collect();
+    let (status, answer) = uploaded(address, b"large", &[&piece, &piece, &piece, &piece, b"!"]);
+    assert!(status == 200, "{answer}");
+    let (status, answer) = uploaded(address, b"none", &[]);
+    assert!(status == 200, "{answer}");
+    assert_eq!(host.sh("box", "stat -c %s /tmp/odd/large /tmp/odd/none"), "4194305\n0\n");
+    let sum: String = Sha256::digest([&piece[..], &piece, &piece, &piece, b"!"].concat())
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    assert!(host.sh("box", "sha256sum /tmp/odd/large").starts_with(&sum));
+    let request = "GET /v1/sandboxes/box/files:download?path=%2Ftmp%2Fodd%2Flarge";
+    let (_, answer, _) = http(address, request, &[], "", None);
+    let wanted = base64::Engine::encode(&base64::prelude::BASE64_STANDARD, &piece[..300]);
+    assert!(answer.contains(&wanted[..300]) && answer.contains("\"end\""), "{} bytes", answer.len());
 }
 
 /// A main command that ends hands its code on.

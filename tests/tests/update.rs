@@ -4,7 +4,7 @@
 use std::fs;
 
 use serde_json::Value;
-use torpor_tests::{Host, can_run_vms};
+use torpor_tests::{Host, can_run_vms, updates::each_field_is_changed_or_refused};
 
 /// A folder in the place of a file that is to be written keeps even root from writing it.
 fn in_the_way(host: &Host, id: &str) -> std::path::PathBuf {
@@ -71,4 +71,5 @@ fn a_stopped_vm_comes_back_with_another_environment_memory_and_disk_and_with_its
 
     host.ok(&["delete", "web"]);
     assert!(!host.sandbox_dir(&id).exists());
+    each_field_is_changed_or_refused(&host, &[]);
 }

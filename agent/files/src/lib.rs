@@ -7,6 +7,7 @@
 
 mod error;
 mod manage;
+mod part;
 mod path;
 mod read;
 #[cfg(test)]
@@ -15,9 +16,10 @@ mod write;
 
 pub use error::{FileError, Problem, shown};
 pub use manage::{Info, info, list, make_folder, remove};
+pub use part::digest_of_partial;
 pub use path::{LONGEST_PATH, Name, Place};
 pub use read::{Begin, Sink, digest, read};
-pub use write::{Options, Owner, Totals, Writer, partial_name};
+pub use write::{Options, Owner, Totals, Writer};
 
 /// What kind of file an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,9 +12,10 @@ use nix::{
 use crate::{
     Entry, Kind, Name, Place,
     error::{FileError, Problem},
+    part,
     path::folder_in,
     read::{self, names},
-    write::{Owner, partial_name},
+    write::Owner,
 };
 
 /// What is at a path.
@@ -40,7 +41,7 @@ pub fn info(place: &Place, path: &[u8]) -> Result<Info, FileError> {
     };
     match fstatat(&folder, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
         Ok(stat) => {
-            let mut info = of(stat, name, partial(&folder, name));
+            let mut info = of(stat, name, part::longest(&folder, name));
             if info.entry.kind == Kind::Link {
                 info.leads_to = place.look(path).ok().map(|stat| read::kind(&stat));
                 let target =
@@ -49,7 +50,7 @@ pub fn info(place: &Place, path: &[u8]) -> Result<Info, FileError> {
             }
             Ok(info)
         }
-        Err(Errno::ENOENT) => match partial(&folder, name) {
+        Err(Errno::ENOENT) => match part::longest(&folder, name) {
             // Nothing but what a broken transfer has left.
             Some(left) => Ok(Info {
                 entry: Entry::new(name, Kind::Other, 0),
@@ -68,11 +69,6 @@ fn of(stat: FileStat, name: &[u8], partial: Option<u64>) -> Info {
     let entry = read::entry(name, &stat);
     let leads_to = (entry.kind != Kind::Link).then_some(entry.kind);
     Info { entry, leads_to, owner: (stat.st_uid, stat.st_gid), partial }
-}
-
-fn partial(folder: &OwnedFd, name: &[u8]) -> Option<u64> {
-    let left = fstatat(folder, partial_name(name).as_str(), AtFlags::AT_SYMLINK_NOFOLLOW).ok()?;
-    (read::kind(&left) == Kind::File).then(|| u64::try_from(left.st_size).unwrap_or(0))
 }
 
 /// The folder a path is in, and its last part; none for a root, or a path that ends in `.` or `..`.

@@ -250,3 +250,80 @@ fn a_hundred_files_need_no_hundred_flushes_and_all_have_their_names() {
     }
     assert_eq!(names(&folder.path().join("d3")).len(), 10);
 }
+
+/// The part that an upload of "f" with these bytes has left.
+fn broken(folder: &TempDir, bytes: &[u8]) -> String {
+    let before = names(folder.path());
+    let mut writer = Writer::new(place(folder), RESUMABLE);
+    writer.entry(file(b"f", 9)).unwrap();
+    writer.data(bytes).unwrap();
+    drop(writer);
+    names(folder.path()).into_iter().find(|name| !before.contains(name)).unwrap()
+}
+
+#[test]
+fn what_others_put_in_the_place_of_a_part_is_neither_written_to_nor_gone_on_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (first, victim) = (broken(&folder, b"abcd"), at("victim"));
+    fs::write(&victim, "abcd").unwrap();
+    fs::set_permissions(&victim, fs::Permissions::from_mode(0o600)).unwrap();
+    fs::remove_file(at(&first)).unwrap();
+    // Whoever has seen the names of one upload knows how those of the next begin.
+    let stem = &first[..first.len() - 32];
+    symlink(&victim, at(&format!("{stem}link"))).unwrap();
+    fs::hard_link(&victim, at(&format!("{stem}hard"))).unwrap();
+    fs::create_dir(at(&format!("{stem}folder"))).unwrap();
+    nix::unistd::mkfifo(&at(&format!("{stem}pipe")), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    // One that others may write to.
+    fs::write(at(&format!("{stem}open")), "abcd").unwrap();
+    fs::set_permissions(at(&format!("{stem}open")), fs::Permissions::from_mode(0o666)).unwrap();
+    if nix::unistd::geteuid().is_root() {
+        let foreign = at(&format!("{stem}foreign"));
+        fs::write(&foreign, "abcd").unwrap();
+        fs::set_permissions(&foreign, fs::Permissions::from_mode(0o600)).unwrap();
+        std::os::unix::fs::chown(&foreign, Some(65534), Some(65534)).unwrap();
+    }
+    let put = names(folder.path());
+    assert_eq!(info(&place(&folder), b"f").unwrap_err().problem, Problem::NotFound, "nothing to go on with");
+    assert_eq!(digest_of_partial(&place(&folder), b"f", 4).unwrap(), None);
+    let prefix_sha256 = Sha256::digest(b"abcd").to_vec();
+    let on = Entry { offset: 4, prefix_sha256, ..file(b"f", 6) };
+    let error = Writer::new(place(&folder), RESUMABLE).entry(on.clone()).unwrap_err();
+    assert_eq!(error.problem, Problem::PrefixDiffers);
+
+    let mut writer = Writer::new(place(&folder), RESUMABLE);
+    writer.entry(file(b"f", 5)).unwrap();
+    writer.data(b"whole").unwrap();
+    writer.end_file().unwrap();
+    writer.finish().unwrap();
+    assert_eq!(fs::read_to_string(at("f")).unwrap(), "whole");
+    assert_eq!(fs::read_to_string(&victim).unwrap(), "abcd");
+    fs::remove_file(at("f")).unwrap();
+    assert_eq!(names(folder.path()), put, "what is others' stays");
+
+    // Beside all that, one of our own is found.
+    broken(&folder, b"abcd");
+    assert_eq!(info(&place(&folder), b"f").unwrap().partial, Some(4));
+    assert_eq!(digest_of_partial(&place(&folder), b"f", 4).unwrap(), Some(on.prefix_sha256.clone()));
+    let mut writer = Writer::new(place(&folder), RESUMABLE);
+    writer.entry(on).unwrap();
+    writer.data(b"EF").unwrap();
+    writer.end_file().unwrap();
+    writer.finish().unwrap();
+    assert_eq!(fs::read_to_string(at("f")).unwrap(), "abcdEF");
+}
+
+#[test]
+fn names_of_parts_can_not_be_guessed_and_a_new_upload_takes_the_place_of_all_that_was_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = broken(&folder, b"abcd");
+    fs::rename(folder.path().join(&first), folder.path().join("aside")).unwrap();
+    let second = broken(&folder, b"abcd");
+    assert_ne!(first, second);
+    fs::rename(folder.path().join("aside"), folder.path().join(&first)).unwrap();
+    let mode = |name: &str| fs::metadata(folder.path().join(name)).unwrap().mode() & 0o777;
+    assert_eq!((mode(&first), mode(&second)), (0o600, 0o600));
+    let third = broken(&folder, b"xyz");
+    assert_eq!(names(folder.path()), [third]);
+}

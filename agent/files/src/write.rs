@@ -4,28 +4,24 @@ use std::{
     fs::File,
     io::{Seek as _, SeekFrom, Write as _},
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::Arc,
 };
-
-use nix::{
-    errno::Errno,
-    fcntl::{AtFlags, Flock, FlockArg, OFlag, openat, renameat},
-    sys::{
-        stat::{Mode, UtimensatFlags, fchmod, fstat, fstatat, futimens, mkdirat, utimensat},
-        time::TimeSpec,
-    },
-    unistd::{UnlinkatFlags, fchown, fchownat, symlinkat, syncfs, unlinkat},
-};
-use sha2::{Digest as _, Sha256};
 
 use crate::{
     Entry, Kind, Name, Place, Time,
     error::{FileError, Problem, shown},
+    part::{self, Claim, Left},
     path::folder_in,
     read,
+};
+use nix::{
+    errno::Errno,
+    fcntl::{AtFlags, Flock, FlockArg, OFlag, renameat},
+    sys::{
+        stat::{Mode, UtimensatFlags, fchmod, fstatat, futimens, mkdirat, utimensat},
+        time::TimeSpec,
+    },
+    unistd::{UnlinkatFlags, fchown, fchownat, symlinkat, syncfs, unlinkat},
 };
 
 /// Files and folders that wait for one flush of the disk.
@@ -45,7 +41,7 @@ pub struct Options {
     pub owner: Option<Owner>,
     /// Bits of a mode that are taken over.
     pub mode_mask: u32,
-    /// A file whose end doesn't come stays as it is under [`partial_name`], for a transfer that goes on with it.
+    /// A file whose end doesn't come stays as it is beside its place, for a transfer that goes on with it.
     pub keep_partial: bool,
     /// Files are brought to the disk before they get their names.
     pub flush: bool,
@@ -64,13 +60,6 @@ pub struct Totals {
     pub bytes: u64,
 }
 
-/// Where the beginning of a file lies whose end did not come: beside it.
-pub fn partial_name(name: &[u8]) -> String {
-    let digest = Sha256::digest(name);
-    let hex: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-    format!(".torpor-part-{hex}")
-}
-
 /// Writes entries beneath a root. Dropped before [`Writer::finish`], it leaves the files that are complete, and of the
 /// one under way nothing or its partial file.
 pub struct Writer {
@@ -83,8 +72,9 @@ pub struct Writer {
     open: Vec<Folder>,
     /// New folders that are complete, but for their modes and times.
     settled: Vec<Folder>,
-    /// The folder of the last entry.
+    /// The folder of the last entry, and what was left in it, once that was looked at.
     last: Option<(Vec<u8>, Arc<OwnedFd>)>,
+    left: Option<Left>,
     totals: Totals,
 }
 
@@ -95,6 +85,7 @@ struct Current {
     entry: Entry,
     written: u64,
     temporary: String,
+    claim: Option<Claim>,
     /// It can't be gone on with.
     spoiled: bool,
 }
@@ -103,7 +94,9 @@ struct Current {
 struct Pending {
     file: Flock<File>,
     place: Spot,
+    entry: Entry,
     temporary: String,
+    _claim: Option<Claim>,
 }
 
 struct Folder {
@@ -139,6 +132,7 @@ impl Writer {
             open: Vec::new(),
             settled: Vec::new(),
             last: None,
+            left: None,
             totals: Totals::default(),
         }
     }
@@ -181,6 +175,7 @@ impl Writer {
                     error
                 })?);
                 self.last = Some((parent.to_vec(), folder.clone()));
+                self.left = None;
                 folder
             }
         };
@@ -189,17 +184,47 @@ impl Writer {
 
     fn file(&mut self, entry: Entry, spot: Spot) -> Result<(), FileError> {
         refuse_folder(&spot)?;
-        let (mut file, temporary) =
-            if self.options.keep_partial { partial(&spot)? } else { temporary(&spot)? };
-        if entry.offset > 0 {
-            // What is not the beginning of this file stays: it may be that of another.
-            go_on(&mut file, &entry)?;
+        let (file, temporary, claim) = if self.options.keep_partial {
+            let (file, name, claim) = self.partial(&spot, &entry)?;
+            (file, name, Some(claim))
         } else {
-            file.set_len(0).map_err(|error| FileError::io("write", &entry.path, &error))?;
-        }
+            let (file, name) = fresh(&spot, part::passing_name())?;
+            (file, name, None)
+        };
         let written = entry.offset;
-        self.current = Some(Current { file, place: spot, entry, written, temporary, spoiled: false });
+        self.current = Some(Current { file, place: spot, entry, written, temporary, claim, spoiled: false });
         Ok(())
+    }
+
+    /// What an earlier transfer has left of this very file, or a new one in place of all that was left.
+    fn partial(&mut self, spot: &Spot, entry: &Entry) -> Result<(Flock<File>, String, Claim), FileError> {
+        let claim = Claim::of(&spot.folder, &spot.name).map_err(spot.failed("look at the folder of"))?;
+        let claim = claim.ok_or_else(|| busy(spot))?;
+        let left = self.left.get_or_insert_with(|| part::left_in(&spot.folder));
+        let mut parts = part::parts(&spot.folder, &spot.name, left).map_err(|_| busy(spot))?;
+        let mut chosen = None;
+        if entry.offset > 0 {
+            let mut differs = prefix_differs(entry);
+            for at in 0..parts.len() {
+                // What is not the beginning of this file stays: it may be that of another.
+                match go_on(&mut parts[at].file, entry) {
+                    Ok(()) => {
+                        chosen = Some(parts.swap_remove(at));
+                        break;
+                    }
+                    Err(error) => differs = error,
+                }
+            }
+            if chosen.is_none() {
+                return Err(differs);
+            }
+        }
+        parts.into_iter().for_each(|part| part.remove(&spot.folder));
+        let (file, name) = match chosen {
+            Some(part) => (part.file, part.name),
+            None => fresh(spot, part::kept_name(&spot.name))?,
+        };
+        Ok((file, name, claim))
     }
 
     /// Bytes of the file that was begun last.
@@ -243,16 +268,10 @@ impl Writer {
             let text = format!("'{path}': {written} bytes came of {size}");
             return Err(FileError::new(Problem::Protocol, text));
         }
-        let finished = finish_file(&current, self.options);
-        let Current { file, place, temporary, written, entry, .. } = current;
-        let pending = Pending { file, place, temporary };
-        if let Err(error) = finished {
-            pending.drop_file();
-            return Err(error);
-        }
+        let Current { file, place, temporary, written, entry, claim, .. } = current;
         self.totals.files += 1;
         self.pending_bytes += written - entry.offset;
-        self.pending.push(pending);
+        self.pending.push(Pending { file, place, entry, temporary, _claim: claim });
         if self.pending_bytes > BATCH_BYTES { self.flush() } else { Ok(()) }
     }
 
@@ -284,7 +303,7 @@ impl Writer {
     fn link(&mut self, entry: &Entry, spot: &Spot) -> Result<(), FileError> {
         crate::path::whole(&entry.target)?;
         refuse_folder(spot)?;
-        let name = fresh_name(&spot.name);
+        let name = part::passing_name();
         symlinkat(entry.target.as_slice(), &*spot.folder, name.as_str())
             .map_err(spot.failed("make the link"))?;
         let placed = self.place_link(entry, spot, &name);
@@ -329,10 +348,8 @@ impl Writer {
         let mut result = flushed;
         for file in pending {
             if result.is_ok() {
-                let spot = &file.place;
-                result =
-                    renameat(&*spot.folder, file.temporary.as_str(), &*spot.folder, spot.name.as_slice())
-                        .map_err(spot.failed("write"));
+                // Only now is it another's than this user's, and another's to read: until then it can be gone on with.
+                result = finish_file(&file, self.options).and_then(|()| file.named());
                 if result.is_ok() {
                     continue;
                 }
@@ -379,6 +396,12 @@ impl Drop for Writer {
 }
 
 impl Pending {
+    fn named(&self) -> Result<(), FileError> {
+        let spot = &self.place;
+        renameat(&*spot.folder, self.temporary.as_str(), &*spot.folder, spot.name.as_slice())
+            .map_err(spot.failed("write"))
+    }
+
     /// It will not get its name.
     fn drop_file(self) {
         let _ = unlinkat(&*self.place.folder, self.temporary.as_str(), UnlinkatFlags::NoRemoveDir);
@@ -395,7 +418,7 @@ fn spec((seconds, nanoseconds): Time) -> TimeSpec {
 }
 
 /// Owner, mode and time of a file whose bytes are all there. The owner first: a change of it takes bits from the mode.
-fn finish_file(current: &Current, options: Options) -> Result<(), FileError> {
+fn finish_file(current: &Pending, options: Options) -> Result<(), FileError> {
     let spot = &current.place;
     if let Some((user, group)) = options.owner {
         fchown(&*current.file, Some(user.into()), Some(group.into()))
@@ -428,69 +451,37 @@ fn refuse_folder(spot: &Spot) -> Result<(), FileError> {
     }
 }
 
-/// A name that nobody else has.
-fn fresh_name(name: &[u8]) -> String {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    format!("{}-{:x}-{number:x}", partial_name(name), std::process::id())
+fn fresh(spot: &Spot, name: String) -> Result<(Flock<File>, String), FileError> {
+    let file = part::make(&*spot.folder, &name).map_err(spot.failed("write"))?;
+    lock(file, spot).map(|file| (file, name))
 }
 
-fn temporary(spot: &Spot) -> Result<(Flock<File>, String), FileError> {
-    loop {
-        let name = fresh_name(&spot.name);
-        let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        match openat(&*spot.folder, name.as_str(), flags, Mode::from_bits_truncate(0o600)) {
-            Ok(fd) => return lock(File::from(fd), spot).map(|file| (file, name)),
-            // Left by a process of the same number that was killed.
-            Err(Errno::EEXIST) => {}
-            Err(errno) => return Err(spot.failed("write")(errno)),
-        }
-    }
-}
-
-/// The one partial file that there may be for this name.
-fn partial(spot: &Spot) -> Result<(Flock<File>, String), FileError> {
-    let name = partial_name(&spot.name);
-    loop {
-        let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
-        let opened = openat(&*spot.folder, name.as_str(), flags, Mode::from_bits_truncate(0o600))
-            .map_err(spot.failed("write"))?;
-        let ours = fstat(&opened).map_err(spot.failed("write"))?;
-        if read::kind(&ours) != Kind::File {
-            return Err(spot.failed("write")(Errno::EEXIST));
-        }
-        let file = lock(File::from(opened), spot)?;
-        // Whoever had it until now may have given it its name meanwhile: then it is no partial file any more.
-        let there = fstatat(&*spot.folder, name.as_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
-        if there.is_ok_and(|there| (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)) {
-            return Ok((file, name));
-        }
-    }
+fn busy(spot: &Spot) -> FileError {
+    let text = format!("'{}' is being written by another transfer", shown(&spot.path));
+    FileError::new(Problem::Busy, text)
 }
 
 fn lock(file: File, spot: &Spot) -> Result<Flock<File>, FileError> {
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
-        Errno::EWOULDBLOCK => {
-            let text = format!("'{}' is being written by another transfer", shown(&spot.path));
-            FileError::new(Problem::Busy, text)
-        }
+        Errno::EWOULDBLOCK => busy(spot),
         errno => spot.failed("lock")(errno),
     })
 }
 
+fn prefix_differs(entry: &Entry) -> FileError {
+    let path = shown(&entry.path);
+    let text = format!("'{path}': the {} bytes of the earlier try are not its beginning", entry.offset);
+    FileError::new(Problem::PrefixDiffers, text)
+}
+
 /// Checks the beginning of a file that is there, cuts off what comes after it, and goes to its end.
 fn go_on(file: &mut Flock<File>, entry: &Entry) -> Result<(), FileError> {
-    let differs = || {
-        let path = shown(&entry.path);
-        let text = format!("'{path}': the {} bytes of the earlier try are not its beginning", entry.offset);
-        FileError::new(Problem::PrefixDiffers, text)
-    };
     if entry.size.is_some_and(|size| entry.offset > size) {
-        return Err(differs());
+        return Err(prefix_differs(entry));
     }
     let digest = read::digest(file, entry.offset, &entry.path)?;
     if digest.is_none_or(|digest| digest != entry.prefix_sha256) {
-        return Err(differs());
+        return Err(prefix_differs(entry));
     }
     let failed = |error| FileError::io("write", &entry.path, &error);
     file.set_len(entry.offset).map_err(failed)?;

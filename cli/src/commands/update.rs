@@ -17,7 +17,7 @@ use crate::{failure::Failure, parse, session::Session};
 const TRIES: usize = 5;
 
 /// What makes no sense together with an update that was asked for before.
-const CHANGES: [&str; 20] = [
+const CHANGES: [&str; 26] = [
     "version",
     "labels",
     "annotations",
@@ -37,6 +37,12 @@ const CHANGES: [&str; 20] = [
     "allow",
     "allow_names",
     "no_command",
+    "stdin",
+    "no_stdin",
+    "tty",
+    "no_tty",
+    "endpoints",
+    "no_serves",
     "command",
 ];
 
@@ -87,6 +93,25 @@ pub struct UpdateArgs {
     image: Option<String>,
     #[command(flatten)]
     egress: EgressArgs,
+    /// Give the main command an input, for `torpor attach`.
+    #[arg(short = 'i', long)]
+    stdin: bool,
+    /// The main command has no input any more.
+    #[arg(long, conflicts_with = "stdin")]
+    no_stdin: bool,
+    /// Give the main command a terminal, for `torpor attach`.
+    #[arg(long)]
+    tty: bool,
+    /// The main command has no terminal any more.
+    #[arg(long, conflicts_with = "tty")]
+    no_tty: bool,
+    /// Declare something that the sandbox serves, in place of the one of that name, or take one away with `NAME-`. May be
+    /// repeated.
+    #[arg(long = "serves", value_name = "NAME=PORT[/PATH]|NAME-", value_parser = served)]
+    endpoints: Vec<Served>,
+    /// Take all declared endpoints away, before --serves declares some.
+    #[arg(long)]
+    no_serves: bool,
     /// No main command any more: the sandbox idles until it is used.
     #[arg(long, conflicts_with = "command")]
     no_command: bool,
@@ -103,6 +128,42 @@ pub struct UpdateArgs {
 
 /// A key with its new value; without one, it goes.
 type Change = (String, Option<String>);
+
+/// An endpoint's name with what it is now; without that, it goes.
+type Served = (String, Option<v1::Endpoint>);
+
+/// "name=port/path" or "name-".
+fn served(text: &str) -> Result<Served, String> {
+    match text.strip_suffix('-').filter(|name| !name.is_empty() && !name.contains('=')) {
+        Some(name) => Ok((name.to_owned(), None)),
+        None => parse::endpoint(text).map(|endpoint| (endpoint.name.clone(), Some(endpoint))),
+    }
+}
+
+fn endpoints(args: &UpdateArgs, present: &v1::Sandbox) -> Option<v1::EndpointList> {
+    if args.endpoints.is_empty() && !args.no_serves {
+        return None;
+    }
+    let mut values = match &present.spec {
+        Some(spec) if !args.no_serves => spec.endpoints.clone(),
+        _ => Vec::new(),
+    };
+    for (name, endpoint) in &args.endpoints {
+        let at = values.iter().position(|there| there.name == *name);
+        match (at, endpoint) {
+            (Some(at), Some(endpoint)) => values[at] = endpoint.clone(),
+            (Some(at), None) => drop(values.remove(at)),
+            (None, Some(endpoint)) => values.push(endpoint.clone()),
+            (None, None) => {}
+        }
+    }
+    Some(v1::EndpointList { values })
+}
+
+/// What two opposite options say together.
+fn switch(on: bool, off: bool) -> Option<bool> {
+    (on || off).then_some(on)
+}
 
 /// "key=value" or "key-".
 fn change(text: &str) -> Result<Change, String> {
@@ -209,6 +270,9 @@ fn request(args: &UpdateArgs, settled: &Settled, present: &v1::Sandbox) -> v1::U
         stop_grace: settled.stop_grace,
         workdir: args.workdir.clone(),
         user: args.user.clone(),
+        endpoints: endpoints(args, present),
+        stdin: switch(args.stdin, args.no_stdin),
+        tty: switch(args.tty, args.no_tty),
     }
 }
 
@@ -243,5 +307,33 @@ mod tests {
             HashMap::from([("b".to_owned(), "2".to_owned()), ("c".to_owned(), "3".to_owned())])
         );
         assert_eq!(changed(&present, &[]), None);
+    }
+
+    #[test]
+    fn an_endpoint_is_declared_anew_or_taken_away_and_the_others_stay() {
+        use clap::Parser as _;
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            update: UpdateArgs,
+        }
+        let endpoint = |name: &str, port| v1::Endpoint { name: name.into(), port, ..Default::default() };
+        let spec =
+            v1::SandboxSpec { endpoints: vec![endpoint("a", 1), endpoint("b", 2)], ..Default::default() };
+        let present = v1::Sandbox { spec: Some(spec), ..Default::default() };
+        let of = |options: &[&str]| {
+            let line = [&["update", "web"], options].concat();
+            endpoints(&Line::try_parse_from(line).unwrap().update, &present).map(|list| list.values)
+        };
+        assert_eq!(of(&[]), None);
+        assert_eq!(of(&["--no-serves"]), Some(vec![]));
+        let changed = of(&["--serves", "b=3", "--serves", "a-", "--serves", "c=4", "--serves", "none-"]);
+        assert_eq!(changed, Some(vec![endpoint("b", 3), endpoint("c", 4)]));
+        assert_eq!(of(&["--no-serves", "--serves", "c=4"]), Some(vec![endpoint("c", 4)]));
+        assert!(["-", "a", "a=", "a=b-", "=1"].into_iter().all(|text| served(text).is_err()));
+        assert_eq!(
+            (switch(true, false), switch(false, true), switch(false, false)),
+            (Some(true), Some(false), None)
+        );
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use torpor_sandbox::{Run, SandboxId, SandboxSpec};
 
 use crate::{config::ContainerConfig, run::RunDir, store::Store, types::Info};
@@ -105,21 +105,30 @@ fn host_config(
         "LogConfig": {"Type": "json-file", "Config": BTreeMap::from(LOG)},
         "Mounts": mounts(spec, agent, dir),
     });
-    // An engine refuses a limit that its host has no means for; `capabilities` says so to people.
-    let memory = i64::try_from(spec.resources.memory_bytes).unwrap_or(i64::MAX);
-    if info.memory_limit {
-        all["Memory"] = json!(memory);
-        if info.swap_limit {
-            // Of both together: no swap.
-            all["MemorySwap"] = json!(memory);
-        }
-    }
     if info.pids_limit {
         all["PidsLimit"] = json!(config.pids);
     }
+    for (key, value) in limits(spec, info) {
+        all[key] = value;
+    }
+    all
+}
+
+/// The limits that the sandbox itself says. An engine refuses one that its host has no means for; `capabilities` says so to
+/// people.
+pub(crate) fn limits(spec: &SandboxSpec, info: &Info) -> Map<String, Value> {
+    let mut all = Map::new();
+    let memory = i64::try_from(spec.resources.memory_bytes).unwrap_or(i64::MAX);
+    if info.memory_limit {
+        all.insert("Memory".to_owned(), json!(memory));
+        if info.swap_limit {
+            // Of both together: no swap.
+            all.insert("MemorySwap".to_owned(), json!(memory));
+        }
+    }
     if info.cpu_cfs_quota {
         let cpus = spec.resources.cpus.min(info.cpus.max(1));
-        all["NanoCpus"] = json!(i64::from(cpus) * 1_000_000_000);
+        all.insert("NanoCpus".to_owned(), json!(i64::from(cpus) * 1_000_000_000));
     }
     all
 }

@@ -22,7 +22,7 @@ use crate::{
     config::{ConfigError, ContainerConfig},
     container::{self, GATEWAY, SANDBOX},
     engine::Engine,
-    events, live, logs,
+    events, limits, live, logs,
     run::RunDir,
     store::Store,
     types::{Inspect, Listed},
@@ -253,11 +253,12 @@ impl ComputeDriver for ContainerDriver {
         self.inner.create(id, spec, run).await
     }
 
-    /// What its agent is told at every start. The rest is fixed when the container is made, and a new container would have
-    /// none of the old one's files.
     fn updates(&self) -> &'static [Field] {
-        use Field::*;
-        &[Command, Environment, Workdir, User, Restart, StopGrace]
+        limits::updates(self.inner.config.engine)
+    }
+
+    fn why_not(&self, field: Field) -> Option<&'static str> {
+        limits::why_not(field)
     }
 
     async fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {

@@ -19,6 +19,7 @@ mod events;
 #[cfg(test)]
 mod fake;
 mod images;
+mod limits;
 mod link;
 mod live;
 mod logs;

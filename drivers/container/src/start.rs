@@ -73,6 +73,7 @@ impl Inner {
         };
         if memory.is_none() {
             self.no_more_memory(id, &turn).await?;
+            self.fit_limits(id, &found, &spec).await?;
             self.store.link_agent(id)?;
         }
         let (inner, wanted, before) = (self.clone(), id.clone(), found);

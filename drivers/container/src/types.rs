@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
 /// `GET /version`.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -68,6 +69,8 @@ pub(crate) struct Inspect {
     pub(crate) image: String,
     pub(crate) state: State,
     pub(crate) config: ContainerConfig,
+    /// Its limits are among this.
+    pub(crate) host_config: Option<Map<String, Value>>,
     pub(crate) network_settings: Option<NetworkSettings>,
     pub(crate) graph_driver: Option<GraphDriver>,
     pub(crate) mounts: Option<Vec<Mount>>,

@@ -16,8 +16,8 @@ use tokio::{
 use tonic::transport::Channel;
 use torpor_driver_common::Turns;
 use torpor_sandbox::{
-    Capabilities, Change, ComputeDriver, DriverError, Facts, ImageCare, Keep, Observed, Run, SandboxId,
-    SandboxSpec, Stopped,
+    Capabilities, Change, ComputeDriver, DriverError, Facts, Field, ImageCare, Keep, Observed, Run,
+    SandboxId, SandboxSpec, Stopped,
     driver::{HostFacts, Word, word_of},
 };
 
@@ -29,6 +29,7 @@ use crate::{
     store::{self, Store},
     trust::Trust,
     types::{Pod, Sandbox, name},
+    update,
     way::ENROLLING,
 };
 
@@ -225,7 +226,7 @@ impl ComputeDriver for KubernetesDriver {
             version,
             keeps_memory: false,
             no_memory: None,
-            updates: false,
+            updates: true,
             needs_loan: false,
             machine: format!("kubernetes ({of})"),
             notice,
@@ -263,6 +264,18 @@ impl ComputeDriver for KubernetesDriver {
         // Whether the cluster has the kind is asked anew there: it may have been installed since.
         self.inner.check_spec(spec)?;
         self.inner.create(id, spec).await
+    }
+
+    fn updates(&self) -> &'static [Field] {
+        update::UPDATES
+    }
+
+    fn why_not(&self, field: Field) -> Option<&'static str> {
+        update::why_not(field)
+    }
+
+    async fn update(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
+        self.inner.update(id, spec).await
     }
 
     async fn start(&self, id: &SandboxId, from: Keep, run: Run) -> Result<Change, DriverError> {

@@ -26,6 +26,7 @@ mod stop;
 mod store;
 mod trust;
 mod types;
+mod update;
 mod way;
 
 pub use config::{AgentLink, ConfigError, KubernetesConfig};

@@ -22,6 +22,8 @@ const VOLUME: &str = "/.torpor-agent";
 const AGENT_IN_VOLUME: &str = "/.torpor-agent/torpor-agent";
 /// That volume's name.
 pub(crate) const AGENT_VOLUME: &str = "agent";
+/// A pod's grace, by its name.
+const GRACE: &str = "terminationGracePeriodSeconds";
 /// The least that a pod's grace is: the agent ends processes and syncs within it, also when nobody but the kubelet asks.
 const LEAST_GRACE: u64 = 10;
 /// The workspace among a pod's volumes, and its claim template.
@@ -206,9 +208,7 @@ pub(crate) fn sandbox(
 
 fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
     let hostname = if spec.hostname.is_empty() { id.as_str() } else { &spec.hostname };
-    let limits = json!({
-        "cpu": spec.resources.cpus.to_string(), "memory": spec.resources.memory_bytes.to_string(),
-    });
+    let limits = limits(spec);
     let (volumes, mounts) = volumes(config, id, spec);
     let confined = json!({
         "allowPrivilegeEscalation": false,
@@ -235,7 +235,7 @@ fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
         },
         "automountServiceAccountToken": false,
         "enableServiceLinks": false,
-        "terminationGracePeriodSeconds": grace(spec),
+        GRACE: grace(spec),
     });
     if !config.agent_volume {
         pod["initContainers"] = json!([carrier(config)]);
@@ -253,6 +253,26 @@ fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
         pod["serviceAccountName"] = json!(account);
     }
     pod
+}
+
+fn limits(spec: &SandboxSpec) -> Value {
+    json!({
+        "cpu": spec.resources.cpus.to_string(), "memory": spec.resources.memory_bytes.to_string(),
+    })
+}
+
+/// Makes of a pod's spec that is there what an update can change of it; false when the sandbox's container is missing.
+pub(crate) fn fit(config: &KubernetesConfig, spec: &SandboxSpec, pod: &mut Value) -> bool {
+    if !of(config, spec).pod.contains_key(GRACE) {
+        pod[GRACE] = json!(grace(spec));
+    }
+    let containers = pod["containers"].as_array_mut().into_iter().flatten();
+    let Some(ours) = containers.into_iter().find(|one| one["name"] == CONTAINER) else { return false };
+    for (key, value) in limits(spec).as_object().into_iter().flatten() {
+        ours["resources"]["limits"][key] = value.clone();
+        ours["resources"]["requests"][key] = value.clone();
+    }
+    true
 }
 
 /// What copies the agent into a pod.

@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// Pauses between two tries of a first call.
-const AGAIN: Duration = Duration::from_millis(100);
+pub(crate) const AGAIN: Duration = Duration::from_millis(100);
 const LONG_AGAIN: Duration = Duration::from_secs(2);
 /// How long one first call may take before it is tried anew.
 const CONFIGURE: Duration = Duration::from_secs(30);
@@ -37,7 +37,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// A pod that no node has room for is reported after this time, and waited for.
 const ROOM: Duration = Duration::from_secs(5);
 /// How often a patch is tried again after somebody else's.
-const PATCHES: u32 = 8;
+pub(crate) const PATCHES: u32 = 8;
 
 /// What has become of a pod that is waited for.
 enum Came {
@@ -417,7 +417,7 @@ fn pause_after(failures: u32) -> Duration {
 }
 
 /// The object is gone, and never made anew: somebody wanted it so.
-fn missing(id: &SandboxId) -> DriverError {
+pub(crate) fn missing(id: &SandboxId) -> DriverError {
     DriverError::DataMissing(format!(
         "the Sandbox object {} was deleted by somebody else; the claim of its workspace, if the driver made one, is there until the sandbox is deleted",
         name(id)

@@ -5,29 +5,38 @@ use std::{
     time::Duration,
 };
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures::{Stream, StreamExt as _, stream};
 use http::{
     HeaderMap, Method, Request, Response, StatusCode, header, request::Parts as Head, uri::PathAndQuery,
 };
-use http_body_util::{BodyExt as _, LengthLimitError, Limited};
-use prost_reflect::{DynamicMessage, MessageDescriptor, MethodDescriptor};
-use tokio::sync::Notify;
+use http_body_util::BodyExt as _;
+use prost_reflect::{DynamicMessage, MethodDescriptor};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tonic::{Code, Status, body::Body, client::Grpc, metadata::MetadataMap};
 use tower::util::BoxCloneService;
 
 use crate::{
     Rest,
     codec::Dynamic,
-    input::{self, Parts, Problem},
+    input::{self, Parts, Problem, takes_none},
     reply::{self, Form, Messages},
-    rules::{Found, Route},
+    rules::{BodyRule, Found, Route},
     split::{SplitError, Splitter},
     status::{self, refusal},
 };
 
 /// Largest JSON object of a request, bytes: a message of 8 MiB in base64, and room for names.
 pub const LARGEST_OBJECT: usize = 12 << 20;
+/// Largest body of a request that takes none, bytes: some clients send an empty object.
+const LARGEST_NONE: usize = 4096;
+/// A body that is longer than this is held beside a few of its kind only, bytes.
+const LARGE_BODY: usize = 1 << 20;
+const LARGE_BODIES: usize = 16;
+/// An object that is longer than this is read by a thread of its own, two at a time: it takes many times its size and a
+/// while, and the threads that serve calls are few.
+const LARGE_OBJECT: usize = 256 << 10;
+const LARGE_OBJECTS: usize = 2;
 /// Largest message of an answer, bytes.
 const LARGEST_ANSWER: usize = 64 << 20;
 /// How long a body that is waited for as a whole may take.
@@ -83,8 +92,16 @@ fn too_large() -> Refused {
 }
 
 impl Rest {
-    /// Answers a request in JSON.
-    pub async fn answer(&self, request: Request<Body>, service: Boxed) -> Response<Body> {
+    /// Answers a request in JSON; a HEAD as the GET would be, without the body.
+    pub async fn answer(&self, mut request: Request<Body>, service: Boxed) -> Response<Body> {
+        if request.method() != Method::HEAD {
+            return self.answer_whole(request, service).await;
+        }
+        *request.method_mut() = Method::GET;
+        self.answer_whole(request, service).await.map(|_body| Body::empty())
+    }
+
+    async fn answer_whole(&self, request: Request<Body>, service: Boxed) -> Response<Body> {
         let error = match self.try_answer(request, service).await {
             Ok(response) => return response,
             Err(error) => error,
@@ -240,8 +257,10 @@ impl Call<'_> {
             let outputs = end_at(until_fault(answer.into_inner(), fault), self.until);
             return Ok(reply::many(outputs, form, types));
         }
-        let value = input::object(&whole(body).await?)?;
-        let message = self.message(&method.input(), value)?;
+        let most = if matches!(self.route.body, BodyRule::Nothing) { LARGEST_NONE } else { LARGEST_OBJECT };
+        let (body, large) = whole(body, most, &self.rest.room.bodies).await?;
+        let message = self.rest.room.read(body, self.first()).await?;
+        drop(large);
         let request = self.request(message);
         if method.is_server_streaming() {
             let answer = grpc.server_streaming(request, path, codec).await?;
@@ -252,14 +271,17 @@ impl Call<'_> {
         Ok(reply::one(answer.get_ref())?)
     }
 
-    fn message(
-        &self,
-        of: &MessageDescriptor,
-        body: Option<serde_json::Value>,
-    ) -> Result<DynamicMessage, Problem> {
+    /// What the first message is made of, beside the body.
+    fn first(&self) -> impl FnOnce(&[u8]) -> Result<DynamicMessage, Problem> + Send + 'static {
         let last_event = self.head.headers.get("last-event-id").and_then(|value| value.to_str().ok());
-        let (rule, fields, query) = (&self.route.body, self.fields.as_slice(), self.head.uri.query());
-        input::message(of, Parts { body, rule, fields, query, last_event })
+        let (last_event, of) = (last_event.map(str::to_owned), self.route.method.input());
+        let (rule, fields) = (self.route.body.clone(), self.fields.clone());
+        let query = self.head.uri.query().map(str::to_owned);
+        move |body| {
+            let (query, last_event) = (query.as_deref(), last_event.as_deref());
+            let body = input::object(body)?;
+            input::message(&of, Parts { body, rule: &rule, fields: &fields, query, last_event })
+        }
     }
 
     /// With who asks: what the listener knows of the connection goes along with the headers.
@@ -276,20 +298,25 @@ impl Call<'_> {
     ) -> Result<(impl Stream<Item = DynamicMessage> + Send + 'static, Arc<Fault>), Refused> {
         let of = self.route.method.input();
         let mut objects = Objects { body, splitter: Splitter::new(LARGEST_OBJECT), over: false };
-        let first = objects.next().await?;
-        let value = first.map(|object| input::object(&object)).transpose()?.flatten();
-        let first = self.message(&of, value)?;
+        let first = objects.next().await?.unwrap_or_default();
+        let room = self.rest.room.clone();
+        let first = room.read(first, self.first()).await?;
         let fault = Arc::new(Fault::default());
-        let rest = stream::unfold((objects, of, fault.clone()), |(mut objects, of, fault)| async move {
+        let state = (objects, of, room, fault.clone());
+        let rest = stream::unfold(state, |(mut objects, of, room, fault)| async move {
             let next = match objects.next().await {
                 Ok(None) => return None,
-                Ok(Some(object)) => input::object(&object)
-                    .and_then(|value| input::parse(&of, value.unwrap_or_default()))
-                    .map_err(Refused::from),
+                Ok(Some(object)) => {
+                    let of = of.clone();
+                    let parse = move |object: &[u8]| {
+                        input::object(object).and_then(|value| input::parse(&of, value.unwrap_or_default()))
+                    };
+                    room.read(object, parse).await
+                }
                 Err(refused) => Err(refused),
             };
             match next {
-                Ok(message) => Some((message, (objects, of, fault))),
+                Ok(message) => Some((message, (objects, of, room, fault))),
                 Err(refused) => {
                     fault.set(refused);
                     // No end either: half of the input must not be taken for the whole.
@@ -306,9 +333,47 @@ fn path(method: &MethodDescriptor) -> Result<PathAndQuery, Status> {
     PathAndQuery::try_from(path).map_err(|error| Status::internal(error.to_string()))
 }
 
-/// A body that is one object.
-async fn whole(body: Body) -> Result<Bytes, Refused> {
-    let collected = tokio::time::timeout(PATIENCE, Limited::new(body, LARGEST_OBJECT).collect()).await;
+/// What requests may take of this program together.
+#[derive(Clone)]
+pub struct Room {
+    bodies: Arc<Semaphore>,
+    objects: Arc<Semaphore>,
+}
+
+impl Default for Room {
+    fn default() -> Self {
+        let of = |places| Arc::new(Semaphore::new(places));
+        Self { bodies: of(LARGE_BODIES), objects: of(LARGE_OBJECTS) }
+    }
+}
+
+impl Room {
+    /// Makes a message of an object.
+    async fn read(
+        &self,
+        object: Bytes,
+        parse: impl FnOnce(&[u8]) -> Result<DynamicMessage, Problem> + Send + 'static,
+    ) -> Result<DynamicMessage, Refused> {
+        if object.len() <= LARGE_OBJECT {
+            return Ok(parse(&object)?);
+        }
+        let ended = |error: String| Status::internal(format!("read an object: {error}"));
+        let place = self.objects.clone().acquire_owned().await.map_err(|error| ended(error.to_string()))?;
+        let reading = tokio::task::spawn_blocking(move || {
+            // Also when the caller has gone by now.
+            let _place = place;
+            parse(&object)
+        });
+        Ok(reading.await.map_err(|error| ended(error.to_string()))??)
+    }
+}
+
+/// A body that is one object, and, when it is a large one, its place among those that are held.
+async fn whole(
+    body: Body,
+    most: usize,
+    places: &Arc<Semaphore>,
+) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Refused> {
     let late = |_| {
         let message = format!("the body did not come within {} s", PATIENCE.as_secs());
         Refused::Coded(
@@ -316,11 +381,33 @@ async fn whole(body: Body) -> Result<Bytes, Refused> {
             refusal(Code::DeadlineExceeded, "BODY_TOO_SLOW", message, &[]),
         )
     };
-    match collected.map_err(late)? {
-        Ok(whole) => Ok(whole.to_bytes()),
-        Err(error) if error.is::<LengthLimitError>() => Err(too_large()),
-        Err(error) => Err(Problem { field: None, problem: format!("the body broke off: {error}") }.into()),
+    tokio::time::timeout(PATIENCE, collect(body, most, places)).await.map_err(late)?
+}
+
+async fn collect(
+    mut body: Body,
+    most: usize,
+    places: &Arc<Semaphore>,
+) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Refused> {
+    let (mut whole, mut place) = (BytesMut::new(), None);
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| broke_off(&error))?;
+        let Some(data) = frame.data_ref() else { continue };
+        if whole.len() + data.len() > most {
+            return Err(if most == LARGEST_NONE { takes_none().into() } else { too_large() });
+        }
+        whole.extend_from_slice(data);
+        if whole.len() > LARGE_BODY && place.is_none() {
+            // What is not read meanwhile stays with the client.
+            let there = places.clone().acquire_owned().await;
+            place = Some(there.map_err(|error| Status::internal(error.to_string()))?);
+        }
     }
+    Ok((whole.freeze(), place))
+}
+
+fn broke_off(error: &dyn std::error::Error) -> Problem {
+    Problem { field: None, problem: format!("the body broke off: {error}") }
 }
 
 /// The objects of a body.
@@ -346,9 +433,7 @@ impl Objects {
                     }
                 }
                 Some(Err(error)) => {
-                    return Err(
-                        Problem { field: None, problem: format!("the body broke off: {error}") }.into()
-                    );
+                    return Err(broke_off(&error).into());
                 }
                 None => {
                     self.splitter.end()?;

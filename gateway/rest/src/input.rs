@@ -70,6 +70,11 @@ pub struct Parts<'a> {
     pub last_event: Option<&'a str>,
 }
 
+/// A body came with a request that has none.
+pub fn takes_none() -> Problem {
+    Problem::new("this request takes no body: give its fields in the query, as in ?name=value")
+}
+
 /// Puts a message together.
 ///
 /// # Errors
@@ -78,9 +83,7 @@ pub fn message(of: &MessageDescriptor, parts: Parts<'_>) -> Result<DynamicMessag
     let mut root = Map::new();
     match (parts.rule, parts.body) {
         (BodyRule::Nothing, Some(Value::Object(body))) if !body.is_empty() => {
-            return Err(Problem::new(
-                "this request takes no body: give its fields in the query, as in ?name=value",
-            ));
+            return Err(takes_none());
         }
         (BodyRule::Everything, Some(Value::Object(body))) => root = body,
         (BodyRule::Field(name), Some(body)) => {

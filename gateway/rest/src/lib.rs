@@ -96,6 +96,7 @@ pub struct Rest {
     cors: Cors,
     pool: DescriptorPool,
     options: Options,
+    room: call::Room,
     /// Made when somebody asks for it.
     document: OnceLock<Bytes>,
 }
@@ -130,7 +131,16 @@ impl Rest {
         }
         let types = Arc::new(status::types()?);
         let cors = Cors::new(options.origins.clone());
-        Ok(Arc::new(Self { admit, routes, types, cors, pool, options, document: OnceLock::new() }))
+        Ok(Arc::new(Self {
+            admit,
+            routes,
+            types,
+            cors,
+            pool,
+            options,
+            room: call::Room::default(),
+            document: OnceLock::new(),
+        }))
     }
 
     /// To put before the gRPC services: of tonic's server (with `accept_http1`) or of any other.

@@ -63,11 +63,11 @@ impl Audit {
         });
     }
 
-    pub(super) fn refused(&self, path: &str, from: &str, who: Option<&Identity>, error: &ApiError) {
+    pub(super) fn refused(&self, path: &str, from: &str, whose: &Identity, error: &ApiError) {
         self.write(&Line {
             time_ms: now(),
-            subject: who.map_or("", |who| &who.subject),
-            by: who.map_or("", |who| who.by.as_str()),
+            subject: &whose.subject,
+            by: whose.by.as_str(),
             from,
             method: path.trim_start_matches('/'),
             workspace: "",

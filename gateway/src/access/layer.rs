@@ -13,6 +13,7 @@ use http::{HeaderMap, Request, Response};
 use http_body::Frame;
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, body::Body};
+use torpor_sandbox::id::clip;
 use tower::Service;
 
 use super::{Access, Caller, Grant, Identity, Need, Peer, methods, usual_workspace, workspace_name};
@@ -38,48 +39,41 @@ impl<S> Guard<S> {
     }
 }
 
-/// Why a call is not let in, and who made it, where that was found out.
-struct Refused {
+/// Why a call is not let in, and whose it is, if that is known.
+struct Refusal {
     error: ApiError,
-    who: Option<Box<Identity>>,
+    whose: Option<Box<Identity>>,
 }
 
-impl From<ApiError> for Refused {
+impl From<ApiError> for Refusal {
     fn from(error: ApiError) -> Self {
-        Self { error, who: None }
+        Self { error, whose: None }
     }
 }
 
-/// Checks all that is known before the message is read; who is refused is in the audit log.
+impl Refusal {
+    /// Written down where the call would have changed something. Strangers write nothing to the log: they could fill it.
+    fn noted(self, access: &Access, path: &str, peer: Option<&Peer>) -> ApiError {
+        let changes = methods::of_path(path).is_some_and(|method| method.changes);
+        if let Some(whose) = self.whose.filter(|_| changes && self.error.code == Code::PermissionDenied) {
+            access.audit.refused(path, &peer.map(Peer::address).unwrap_or_default(), &whose, &self.error);
+        }
+        self.error
+    }
+}
+
+/// Checks all that is known before the message is read.
 async fn admit(
     access: &Arc<Access>,
     path: &str,
     headers: &HeaderMap,
     peer: Option<&Peer>,
-) -> Result<Caller, ApiError> {
-    let admitted = check(access, path, headers, peer).await;
-    admitted.map_err(|Refused { error, who }| {
-        // Strangers write nothing to the log: they could fill it.
-        if error.code == Code::PermissionDenied && methods::of_path(path).is_some_and(|method| method.changes)
-        {
-            let from = peer.map(Peer::address).unwrap_or_default();
-            access.audit.refused(path, &from, who.as_deref(), &error);
-        }
-        error
-    })
-}
-
-async fn check(
-    access: &Arc<Access>,
-    path: &str,
-    headers: &HeaderMap,
-    peer: Option<&Peer>,
-) -> Result<Caller, Refused> {
+) -> Result<Caller, Refusal> {
     let method = methods::of_path(path).ok_or_else(|| {
         if let Some(error) = refused(path) {
             return error;
         }
-        let message = format!("this gateway has no method {}", path.escape_debug());
+        let message = format!("this gateway has no method {}", clip(path).escape_debug());
         ApiError::new(Code::Unimplemented, "NO_SUCH_METHOD", message)
     })?;
     let Some(peer) = peer else {
@@ -106,7 +100,7 @@ async fn check(
     let refused = |what: &str| {
         let message = format!("{} may not call {}: {what}", identity.subject, method.path);
         let error = ApiError::new(Code::PermissionDenied, "PERMISSION_DENIED", message);
-        Err(Refused { error, who: Some(Box::new(identity.clone())) })
+        Err(Refusal { error, whose: Some(Box::new(identity.clone())) })
     };
     match (&identity.grant, method.need) {
         (Grant::Sandbox(_), _) if !method.from_within => {
@@ -122,6 +116,23 @@ async fn check(
     Ok(Caller { identity, method, workspace, access: access.clone(), named: Arc::default() })
 }
 
+/// Finds the caller and has its call ended with its rights, also with those that are changed in between.
+async fn join(
+    access: &Arc<Access>,
+    path: &str,
+    headers: &HeaderMap,
+    peer: Option<&Peer>,
+) -> Result<(Caller, Arc<CancellationToken>), Refusal> {
+    loop {
+        let changes = access.changes();
+        let caller = admit(access, path, headers, peer).await?;
+        let shrank = access.joined(&caller.identity.subject);
+        if access.changes() == changes {
+            return Ok((caller, shrank));
+        }
+    }
+}
+
 impl Access {
     /// Whether a call would be let in, by all that is known before its message is read.
     ///
@@ -133,7 +144,7 @@ impl Access {
         headers: &HeaderMap,
         peer: Option<&Peer>,
     ) -> Result<(), ApiError> {
-        admit(self, path, headers, peer).await.map(drop)
+        admit(self, path, headers, peer).await.map(drop).map_err(|refusal| refusal.noted(self, path, peer))
     }
 }
 
@@ -174,7 +185,7 @@ struct Bounded {
 }
 
 /// Ends with the rights of a caller: they shrank, or what it is known by has expired.
-async fn rights_end(shrank: CancellationToken, expires: Option<SystemTime>) {
+async fn rights_end(shrank: Arc<CancellationToken>, expires: Option<SystemTime>) {
     let left = expires.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
     tokio::select! {
         () = shrank.cancelled() => {}
@@ -267,12 +278,11 @@ where
             let (mut parts, body) = request.into_parts();
             let (path, peer) = (parts.uri.path(), parts.extensions.get::<Peer>());
             let from = peer.map(Peer::address).unwrap_or_default();
-            let caller = match admit(&access, path, &parts.headers, peer).await {
-                Ok(caller) => caller,
-                Err(error) => return Ok(to_status(error).into_http()),
+            let (caller, shrank) = match join(&access, path, &parts.headers, peer).await {
+                Ok(joined) => joined,
+                Err(refusal) => return Ok(to_status(refusal.noted(&access, path, peer)).into_http()),
             };
             parts.extensions.insert(caller.clone());
-            let shrank = access.joined(&caller.identity.subject);
             let expires = caller.identity.expires;
             let (ended, unheard) = (rights_end(shrank.clone(), expires), rights_end(shrank, expires));
             let body = Body::new(Heard { inner: body, ended: Box::pin(unheard) });

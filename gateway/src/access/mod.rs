@@ -14,7 +14,10 @@ mod oidc;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     future::Future,
-    sync::{Arc, Mutex, PoisonError, RwLock},
+    sync::{
+        Arc, Mutex, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
     time::SystemTime,
 };
 
@@ -43,8 +46,8 @@ use crate::{
     store::{Member, Rights, Role, Scope, Store, StoreError},
 };
 
-/// Callers whose calls can be ended, at most.
-const MOST_LIVE: usize = 100_000;
+/// So many callers are remembered before those without calls are forgotten.
+const MANY_LIVE: usize = 10_000;
 /// In place of what a caller may not see.
 pub const REDACTED: &str = "REDACTED";
 /// Begins the subjects of those who are known by a token of ours; its id follows.
@@ -60,8 +63,10 @@ pub struct Access {
     audit: Audit,
     /// Held while the table is changed and read anew.
     changing: tokio::sync::Mutex<()>,
-    /// Ends the calls of those whose rights have shrunk, by subject.
-    live: Mutex<HashMap<String, CancellationToken>>,
+    /// Grows with every change of rights, before anybody's calls are ended for it.
+    changes: AtomicU64,
+    /// Ends the calls of those whose rights have shrunk, by subject. Each call holds that of its caller.
+    live: Mutex<HashMap<String, Arc<CancellationToken>>>,
 }
 
 /// How a caller is known.
@@ -154,6 +159,7 @@ impl Access {
             oidc,
             audit,
             changing: tokio::sync::Mutex::default(),
+            changes: AtomicU64::new(0),
             live: Mutex::default(),
         };
         access.reload().await?;
@@ -188,13 +194,20 @@ impl Access {
     }
 
     /// What ends when the rights of a caller shrink.
-    fn joined(&self, subject: &str) -> CancellationToken {
+    fn joined(&self, subject: &str) -> Arc<CancellationToken> {
         let mut live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
-        if live.len() >= MOST_LIVE && !live.contains_key(subject) {
-            // Nobody else holds those of callers that are not there any more; the others join anew with their next call.
-            live.clear();
+        let new = !live.contains_key(subject);
+        if new && live.len() >= MANY_LIVE && live.len().is_power_of_two() {
+            // A call that is under way holds its caller's.
+            live.retain(|_, ended| Arc::strong_count(ended) > 1);
         }
         live.entry(subject.to_owned()).or_default().clone()
+    }
+
+    /// How many changes of rights there were. A caller that was found before one of them, and has joined after it, may have
+    /// rights that are gone, and nothing would end its call.
+    fn changes(&self) -> u64 {
+        self.changes.load(Ordering::SeqCst)
     }
 
     /// Callers with calls that can be ended, who are known by tokens of ours with these ids.
@@ -206,6 +219,8 @@ impl Access {
     /// Reads the table of members anew. Whose role in a workspace shrank, and whose token is gone, loses what it has under
     /// way.
     async fn reload(&self) -> Result<(), StoreError> {
+        // What was changed is in the database. Whoever joins from now on looks again; the others are among the live ones.
+        self.changes.fetch_add(1, Ordering::SeqCst);
         // Before the tokens are read: one that is made meanwhile is not among them.
         let live = self.live_tokens();
         if !live.is_empty() {

@@ -78,9 +78,14 @@ impl AccessApi {
         if request.admin && (role.is_some() || !request.workspace.is_empty() || !request.sandbox.is_empty()) {
             return Err(ApiError::invalid("admin", "it is not bound to a role, workspace or sandbox"));
         }
-        if request.all_workspaces && !(request.workspace.is_empty() && request.sandbox.is_empty()) {
-            let problem = "it is not bound to a workspace or sandbox; name one of them, or all";
-            return Err(ApiError::invalid("all_workspaces", problem));
+        if request.all_workspaces && (!request.workspace.is_empty() || !request.sandbox.is_empty()) {
+            return Err(ApiError::invalid(
+                "all_workspaces",
+                "it goes with neither a workspace nor a sandbox",
+            ));
+        }
+        if !request.workspace.is_empty() && !request.sandbox.is_empty() {
+            return Err(ApiError::invalid("workspace", "a sandbox's token is of its sandbox's workspace"));
         }
         if (request.admin || request.all_workspaces) && !caller.is_admin() {
             return Err(admins_only("a token for more than one workspace"));

@@ -1,6 +1,12 @@
 //! Exec: the client's stream on one side, the agent's on the other, and nothing kept in between.
 
-use std::pin::Pin;
+use std::{
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use futures::{Stream, StreamExt as _};
 use tokio::sync::mpsc;
@@ -8,7 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use torpor_proto::{agent::v1 as agent, v1};
-use torpor_sandbox::{spec::validate_environment, words::said};
+use torpor_sandbox::spec::validate_environment;
 
 use super::{Shared, to_status};
 use crate::{
@@ -48,6 +54,7 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
         _ => return Err(ApiError::invalid("start", "the first message must say what to run").into()),
     };
     let (sandbox, tty) = (caller.key(&start.sandbox).await?, start.tty);
+    let open = Arc::new(AtomicBool::new(start.stdin));
     let (to_agent, start) = (mpsc::channel(BUFFER), convert_start(start)?);
     let (record, channel, session) = service.connect(&sandbox).await?;
     let (tx, rx) = to_agent;
@@ -63,7 +70,7 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
     let (out, outputs) = mpsc::channel(BUFFER);
     tokio::spawn(async move {
         let hang_up = tx.clone();
-        let pump = tokio::spawn(pump_input(input, tx));
+        let pump = tokio::spawn(pump_input(input, tx, open.clone()));
         loop {
             let next = tokio::select! {
                 next = output.next() => next,
@@ -73,8 +80,9 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
                     break;
                 }
                 () = out.closed() => {
-                    // A terminal that went away ends what ran on it; other commands go on, their output is dropped.
-                    if tty {
+                    // A terminal that went away ends what ran on it. So does an input that has not ended: half of it must not be
+                    // taken for the whole, which its end would say. Other commands go on, their output is dropped.
+                    if tty || open.load(Ordering::SeqCst) {
                         let signal = agent::exec_input::Kind::Signal(HANG_UP);
                         let sent = hang_up.send(agent::ExecInput { kind: Some(signal) });
                         let _ = tokio::time::timeout(LAST_WORD, sent).await;
@@ -105,8 +113,22 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
     Ok(Box::pin(ReceiverStream::new(outputs)))
 }
 
-async fn pump_input(input: impl Inputs, to_agent: mpsc::Sender<agent::ExecInput>) {
-    pass_input(input, &to_agent).await;
+/// `open`: the command has an input that has not ended.
+async fn pump_input(input: impl Inputs, to_agent: mpsc::Sender<agent::ExecInput>, open: Arc<AtomicBool>) {
+    let seen = open.clone();
+    let input = input.inspect(move |message| {
+        if let Ok(v1::ExecInput { kind: Some(v1::exec_input::Kind::StdinClose(_)) }) = message {
+            seen.store(false, Ordering::SeqCst);
+        }
+    });
+    if !pass_input(input, &to_agent).await && open.load(Ordering::SeqCst) {
+        // It broke off, or its rights have ended: the command is told so, and not that all has come.
+        let signal = agent::exec_input::Kind::Signal(HANG_UP);
+        let _ = to_agent.send(agent::ExecInput { kind: Some(signal) }).await;
+        to_agent.closed().await;
+        return;
+    }
+    open.store(false, Ordering::SeqCst);
     // The client has closed its side: so does the command's stdin. The sender is kept until the command ends, since
     // dropping it would look like a client that went away.
     let close = agent::exec_input::Kind::StdinClose(agent::StdinClose {});
@@ -115,16 +137,17 @@ async fn pump_input(input: impl Inputs, to_agent: mpsc::Sender<agent::ExecInput>
     }
 }
 
-/// Hands over what the client sends, until it or the command ends.
-pub(super) async fn pass_input(mut input: impl Inputs, to_agent: &mpsc::Sender<agent::ExecInput>) {
+/// Hands over what the client sends, until it or the command ends; false when it broke off before its end.
+pub(super) async fn pass_input(mut input: impl Inputs, to_agent: &mpsc::Sender<agent::ExecInput>) -> bool {
     use v1::exec_input::Kind;
-    while let Some(Ok(message)) = input.next().await {
+    while let Some(message) = input.next().await {
+        let Ok(message) = message else { return false };
         let kind = match message.kind {
             Some(Kind::Stdin(mut data)) => {
                 while data.len() > PIECE {
                     let piece = agent::exec_input::Kind::Stdin(data.split_to(PIECE));
                     if to_agent.send(agent::ExecInput { kind: Some(piece) }).await.is_err() {
-                        return;
+                        return true;
                     }
                 }
                 agent::exec_input::Kind::Stdin(data)
@@ -138,9 +161,10 @@ pub(super) async fn pass_input(mut input: impl Inputs, to_agent: &mpsc::Sender<a
             Some(Kind::Start(_) | Kind::Attach(_)) | None => continue,
         };
         if to_agent.send(agent::ExecInput { kind: Some(kind) }).await.is_err() {
-            return;
+            return true;
         }
     }
+    true
 }
 
 fn convert_start(start: v1::ExecStart) -> Result<agent::ExecStart, ApiError> {
@@ -164,10 +188,6 @@ fn convert_start(start: v1::ExecStart) -> Result<agent::ExecStart, ApiError> {
     }
     let environment: std::collections::BTreeMap<_, _> = start.environment.into_iter().collect();
     validate_environment("environment", &environment)?;
-    if let Some((name, _)) = environment.iter().find(|(k, v)| k.len() + v.len() + 1 > LONGEST_ARGUMENT) {
-        let problem = format!("variable '{}' has more than {LONGEST_ARGUMENT} bytes", said(name));
-        return Err(ApiError::invalid("environment", problem));
-    }
     super::convert::given(start.timeout, "timeout")?;
     Ok(agent::ExecStart {
         argv: start.argv,

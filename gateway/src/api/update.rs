@@ -6,7 +6,7 @@ use tonic::Status;
 use torpor_proto::v1;
 use torpor_sandbox::{EgressChange, SpecChange};
 
-use super::{Shared, convert, network, sandboxes::allowed, to_its_end};
+use super::{Shared, convert, endpoints, network, sandboxes::allowed, to_its_end};
 use crate::{access::Caller, error::ApiError, store::Record, update::UpdateWish};
 
 /// A map of a request, if there is one.
@@ -35,6 +35,9 @@ fn wish(request: v1::UpdateSandboxRequest) -> Result<UpdateWish, ApiError> {
             egress,
             restart: convert::wanted_restart(request.restart_policy)?,
             stop_grace: convert::given(request.stop_grace, "stop_grace")?,
+            endpoints: request.endpoints.map(|list| endpoints::wanted(list.values)).transpose()?,
+            stdin: request.stdin,
+            tty: request.tty,
         },
     })
 }

@@ -31,6 +31,7 @@ pub struct Process {
     pub dir: TempDir,
     socket: PathBuf,
     patience: Duration,
+    variables: Vec<(String, PathBuf)>,
     child: Option<Child>,
 }
 
@@ -39,7 +40,12 @@ impl Process {
     pub fn new(config: impl FnOnce(&Path) -> Config, patience: Duration) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = config(dir.path()).socket().unwrap();
-        Self { dir, socket, patience, child: None }
+        Self { dir, socket, patience, variables: Vec::new(), child: None }
+    }
+
+    /// A variable of its environment.
+    pub fn set(&mut self, name: &str, value: PathBuf) {
+        self.variables.push((name.to_owned(), value));
     }
 
     pub fn start(&mut self, failpoint: Option<&str>) {
@@ -49,6 +55,7 @@ impl Process {
             .args(["--exact", "the_gateway_process", "--nocapture"])
             .env(FOLDER, self.dir.path())
             .env_remove("TORPOR_FAILPOINT")
+            .envs(self.variables.iter().cloned())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);

@@ -171,7 +171,7 @@ impl Copy<'_> {
                 return Ok(());
             }
         };
-        let digest = if kept > 0 { partial_digest(&place, &name, kept)? } else { None };
+        let digest = if kept > 0 { local::digest_of_partial(&place, &name, kept)? } else { None };
         if let Some(digest) = digest {
             match self.rest(&remote, &entry, kept, digest).await {
                 Err(failure) if prefix_differs(&failure) => {}
@@ -255,17 +255,6 @@ impl Copy<'_> {
         self.progress.bytes(self.done, self.total);
         Ok(self.writer.data(bytes)?)
     }
-}
-
-/// SHA-256 of what an earlier try has left here; none when it is shorter by now.
-fn partial_digest(place: &Place, name: &[u8], length: u64) -> Result<Option<Vec<u8>>, Failure> {
-    let (folder, last) = match name.iter().rposition(|byte| *byte == b'/') {
-        Some(at) => (&name[..=at], &name[at + 1..]),
-        None => (&[][..], name),
-    };
-    let path = [folder, local::partial_name(last).as_bytes()].concat();
-    let mut file: File = place.at(&path, nix::fcntl::OFlag::O_RDONLY | nix::fcntl::OFlag::O_NOFOLLOW)?.into();
-    Ok(local::digest(&mut file, length, &path)?)
 }
 
 /// Copies a file to standard output.

@@ -418,6 +418,15 @@ mod tests {
         let after = body(&change(3, "").apply(kept()).unwrap()).unwrap();
         assert_eq!(after.credentials, [pair("KEY", "new")].into());
         assert_eq!(after.config, [pair("url", "a")].into());
+        let back = shown(&kept()).unwrap();
+        let change_back = Change {
+            provider: Provider { credentials: back.credentials, ..change(3, "").provider },
+            ..change(3, "")
+        };
+        assert_eq!(
+            body(&change_back.apply(kept()).unwrap()).unwrap().credentials,
+            body(&kept()).unwrap().credentials
+        );
         assert!(change(2, "").apply(kept()).unwrap_err().to_string().contains("stale"));
         assert!(change(0, "other").apply(kept()).unwrap_err().to_string().contains("stays so"));
     }

@@ -35,11 +35,11 @@ pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
     let mut spec = v1::SandboxSpec {
         image: template.image,
         command: from.command.clone(),
-        // It is the main command's; without one there is nobody to sit at it.
-        tty: from.tty && !from.command.is_empty(),
         environment: environment.into_iter().collect(),
         resources: resources(template.resources.as_ref())?,
         restart_policy: restart_policy.into(),
+        // It is the main command's.
+        tty: from.tty && !from.command.is_empty(),
         ..v1::SandboxSpec::default()
     };
     driver_config(template.driver_config.as_ref(), &mut spec)?;
