@@ -145,9 +145,9 @@ pub fn rebuild(state_dir: &Path, run_dir: &Path, force: bool) -> Result<Rebuilt,
     }
     let mut rebuilt = Rebuilt::default();
     let (mut found, mut names) = (Vec::new(), BTreeSet::new());
-    for (storage, runs) in places(state_dir, run_dir) {
-        for id in folders(&storage)? {
-            match found_in(&storage, &runs, &id, &mut names) {
+    for place in places(state_dir, run_dir) {
+        for id in folders(&place.storage)? {
+            match found_in(&place, &id, &mut names) {
                 Ok(one) => {
                     let list = if one.runs { &mut rebuilt.ready } else { &mut rebuilt.stopped };
                     list.push(one.new.name.clone());
@@ -162,10 +162,24 @@ pub fn rebuild(state_dir: &Path, run_dir: &Path, force: bool) -> Result<Rebuilt,
     Ok(rebuilt)
 }
 
-/// Where each driver has the folders of sandboxes, and of their runs.
-pub(crate) fn places(state_dir: &Path, run_dir: &Path) -> Vec<(PathBuf, PathBuf)> {
-    let of_engine = |name| (state_dir.join("containers").join(name), run_dir.join(name));
-    vec![(state_dir.join("sandboxes"), run_dir.to_owned()), of_engine("docker"), of_engine("podman")]
+/// Where a driver has the folders of sandboxes.
+pub(crate) struct Place {
+    /// One for each sandbox, with its spec.
+    pub(crate) storage: PathBuf,
+    /// The folders of their runs. None: these are noted beside the spec, as they end with no restart of this host.
+    pub(crate) runs: Option<PathBuf>,
+}
+
+/// Where each driver has them. (The sim driver has none: its world is one file.)
+pub(crate) fn places(state_dir: &Path, run_dir: &Path) -> [Place; 4] {
+    let of_engine =
+        |name| Place { storage: state_dir.join("containers").join(name), runs: Some(run_dir.join(name)) };
+    [
+        Place { storage: state_dir.join("sandboxes"), runs: Some(run_dir.to_owned()) },
+        of_engine("docker"),
+        of_engine("podman"),
+        Place { storage: state_dir.join("kubernetes"), runs: None },
+    ]
 }
 
 /// Folders named as sandboxes are, in order; none where there is no such folder.
@@ -181,13 +195,8 @@ fn folders(parent: &Path) -> Result<BTreeSet<SandboxId>, AdminError> {
     Ok(names.iter().filter_map(|name| name.to_str()?.parse().ok()).collect())
 }
 
-fn found_in(
-    storage: &Path,
-    run_dir: &Path,
-    id: &SandboxId,
-    names: &mut BTreeSet<String>,
-) -> Result<rescue::Found, String> {
-    let path = storage.join(id.as_str()).join("spec.json");
+fn found_in(place: &Place, id: &SandboxId, names: &mut BTreeSet<String>) -> Result<rescue::Found, String> {
+    let path = place.storage.join(id.as_str()).join("spec.json");
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     let mut spec: SandboxSpec =
         serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -203,10 +212,19 @@ fn found_in(
     let minutes = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() / 60);
     let new =
         NewSandbox { id: id.clone(), name, labels: BTreeMap::new(), annotations: BTreeMap::new(), spec };
-    let loan = loan(run_dir, id);
-    let container = container_run(run_dir, id);
-    let runs = loan.is_some() || container.is_some();
-    Ok(rescue::Found { new, loan, runs, run: container.unwrap_or(Run(minutes)) })
+    let (loan, run) = match &place.runs {
+        Some(runs) => (loan(runs, id), container_run(runs, id)),
+        None => (None, pod_run(&place.storage, id)),
+    };
+    let runs = loan.is_some() || run.is_some();
+    Ok(rescue::Found { new, loan, runs, run: run.unwrap_or(Run(minutes)) })
+}
+
+/// The run of a pod whose agent has answered; whether it is there still, its driver finds out.
+fn pod_run(storage: &Path, id: &SandboxId) -> Option<Run> {
+    let text = fs::read_to_string(storage.join(id.as_str()).join("run.json")).ok()?;
+    let record: Value = serde_json::from_str(&text).ok()?;
+    record["run"].as_u64().filter(|_| record["configured"] == true).map(Run)
 }
 
 /// The run of a container that was started in this boot of the host; whether it is there still, its driver finds out.
@@ -245,6 +263,8 @@ pub struct Orphan {
     pub disk: Option<PathBuf>,
     /// The folder of its run, if it runs or has run.
     pub run: Option<PathBuf>,
+    /// What it has in a cluster, in words.
+    pub objects: Option<String>,
 }
 
 /// Disks and runs on this host that the database below `state_dir` doesn't know.
@@ -254,18 +274,28 @@ pub struct Orphan {
 pub fn orphans(state_dir: &Path, run_dir: &Path) -> Result<Vec<Orphan>, AdminError> {
     // Folders first: a sandbox that is made meanwhile has a record before it has a folder.
     let mut all = Vec::new();
-    for (disks, runs) in places(state_dir, run_dir) {
-        all.push((folders(&disks)?, folders(&runs)?, disks, runs));
+    for place in places(state_dir, run_dir) {
+        let with_run = place.runs.as_deref().map(folders).transpose()?.unwrap_or_default();
+        all.push((folders(&place.storage)?, with_run, place));
     }
     let known = rescue::ids(&rescue::path(state_dir))?;
     let mut orphans = Vec::new();
-    for (with_disk, with_run, disks, runs) in all {
+    for (with_disk, with_run, place) in all {
         let unknown = with_disk.union(&with_run).filter(|id| !known.contains(id));
-        orphans.extend(unknown.map(|id| Orphan {
-            id: id.clone(),
-            disk: with_disk.contains(id).then(|| disks.join(id.as_str())),
-            run: with_run.contains(id).then(|| runs.join(id.as_str())),
+        orphans.extend(unknown.map(|id| {
+            let runs = place.runs.as_ref().filter(|_| with_run.contains(id));
+            let disk = with_disk.contains(id).then(|| place.storage.join(id.as_str()));
+            let objects = disk.as_deref().filter(|_| place.runs.is_none()).map(|folder| objects(folder, id));
+            Orphan { id: id.clone(), disk, run: runs.map(|runs| runs.join(id.as_str())), objects }
         }));
     }
     Ok(orphans)
+}
+
+/// Where the objects of a sandbox are in a cluster, as its folder says.
+fn objects(folder: &Path, id: &SandboxId) -> String {
+    let text = fs::read_to_string(folder.join("place.json")).unwrap_or_default();
+    let place: Value = serde_json::from_str(&text).unwrap_or_default();
+    let namespace = place["namespace"].as_str().map_or_else(|| "-A".to_owned(), |name| format!("-n {name}"));
+    format!("kubectl {namespace} get sandboxes,pods,pvc -l torpor.dev/sandbox={id}")
 }

@@ -1,15 +1,117 @@
-//! The kubernetes driver's part of the configuration, and what its doctor finds.
+//! The kubernetes driver's part of the configuration, the identity of its objects, and what its doctor finds.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
+    sync::Arc,
     time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
-use torpor_driver_kubernetes::{AgentLink, ConfigError, KubernetesConfig, diagnose};
+use torpor_driver_kubernetes::{
+    AgentLink, ConfigError, KubernetesConfig, KubernetesDriver, diagnose, folder,
+};
+use torpor_sandbox::SandboxId;
 
-use crate::{Config, doctor::Check};
+use crate::{
+    Config,
+    doctor::Check,
+    serve::ServeError,
+    store::{Store, StoreError},
+};
+
+/// Where the database keeps the identity, so that a copy of it finds the cluster's objects again.
+const IDENTITY: &str = "kubernetes_identity";
+
+/// Why it is not known which of the cluster's objects are this gateway's.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum IdentityError {
+    /// Neither database nor folder has it.
+    #[error(
+        "the database knows {count} sandboxes in the cluster, and neither it nor {} says by which label their objects are found: put that file back, or write into it what `kubectl get sandboxes,pvc -A -L torpor.dev/gateway` shows for them (torpor-{example}); with another one none of them is found, and they are left where they are", path.display())]
+    Lost {
+        /// Records.
+        count: usize,
+        /// One of them.
+        example: SandboxId,
+        /// The file.
+        path: PathBuf,
+    },
+    /// They say different things, and there are sandboxes of both.
+    #[error(
+        "the database is of the gateway '{database}' of the cluster, and {} holds {count} sandboxes of the gateway '{file}', which it doesn't know: put the database of that folder back (torpor admin restore FILE), or make it anew from the folder (torpor admin rebuild --force), or move the folder away; what lasts of the database's own sandboxes is written there again", folder.display())]
+    Another {
+        /// The database's.
+        database: String,
+        /// The folder's.
+        file: String,
+        /// Folders that the database doesn't know.
+        count: usize,
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// The folder.
+    #[error("read or write {}: {source}", path.display())]
+    Folder {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The database.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// The driver, by the identity that the database knows. Where the driver's folder is lost, it is written again from the
+/// database: the specs, and the identity last.
+pub(crate) async fn open(config: &Config, store: &Arc<Store>) -> Result<Arc<KubernetesDriver>, ServeError> {
+    let driver = config.kubernetes.for_driver(config)?;
+    let kept = store.meta(IDENTITY).await.map_err(IdentityError::from)?;
+    know(config, store, kept.as_deref()).await?;
+    let driver = KubernetesDriver::new(driver).await?;
+    if kept.is_none() {
+        store.set_meta(IDENTITY, driver.identity().to_owned()).await.map_err(IdentityError::from)?;
+    }
+    Ok(driver)
+}
+
+async fn know(config: &Config, store: &Arc<Store>, kept: Option<&str>) -> Result<(), IdentityError> {
+    let state_dir = &config.state_dir;
+    let path = folder::path(state_dir);
+    let failed = |source| IdentityError::Folder { path: path.clone(), source };
+    let filed = folder::identity(state_dir).map_err(failed)?;
+    if kept.is_some() && filed.as_deref() == kept {
+        return Ok(());
+    }
+    let specs = store.of_driver("kubernetes").await?;
+    let identity = match (kept, filed) {
+        (Some(kept), None) => kept.to_owned(),
+        (Some(kept), Some(file)) => {
+            let known = store.all_ids().await?;
+            let there = folder::ids(state_dir).map_err(failed)?;
+            let count = there.iter().filter(|id| !known.contains(id)).count();
+            if count > 0 {
+                return Err(IdentityError::Another { database: kept.to_owned(), file, count, folder: path });
+            }
+            tracing::warn!(database = kept, file, "the identity of the cluster's objects is the database's");
+            kept.to_owned()
+        }
+        // A database that was made before it kept one, or was made anew.
+        (None, Some(file)) => file,
+        (None, None) => {
+            let Some((example, ..)) = specs.first() else { return Ok(()) };
+            let (count, example) = (specs.len(), example.clone());
+            return Err(IdentityError::Lost { count, example, path: path.join("identity") });
+        }
+    };
+    let written = folder::restore(state_dir, &identity, &specs).map_err(failed)?;
+    if written > 0 {
+        tracing::warn!(written, folder = %path.display(), "specs were lost, and are written again from the database");
+    }
+    Ok(())
+}
 
 const EXEC: &str = "exec";
 const MTLS: &str = "mtls";

@@ -3,13 +3,13 @@
 //! A driver lists only what carries the identity of this gateway's state directory, so nothing of anybody else's is ended.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use tokio_util::sync::CancellationToken;
-use torpor_sandbox::{Observed, SandboxId};
+use torpor_sandbox::{ComputeDriver, Observed, SandboxId};
 
 use crate::{drivers::Drivers, reconcile::Reconciler, store::Store};
 
@@ -59,7 +59,9 @@ impl Orphans {
                     continue;
                 }
             };
-            for id in ids.into_iter().filter(|id| !known.contains(id)) {
+            let ids: BTreeSet<SandboxId> = ids.into_iter().filter(|id| !known.contains(id)).collect();
+            let late = self.clear_late(driver.as_ref(), &ids).await;
+            for id in ids.into_iter().filter(|id| !late.contains(id)) {
                 let observed = driver.observe(&id).await.unwrap_or_else(|e| Observed::Unknown(e.to_string()));
                 // Deleted while this was looking.
                 if observed == Observed::Missing || self.end.is_cancelled() {
@@ -77,5 +79,27 @@ impl Orphans {
             }
         }
         since.retain(|id, _| seen.contains(id));
+    }
+
+    /// Deletes what is there again of sandboxes that were deleted: a cluster may carry out a request after it was given
+    /// up, and nobody else would ever remove it. Whose these are.
+    async fn clear_late(&self, driver: &dyn ComputeDriver, ids: &BTreeSet<SandboxId>) -> BTreeSet<SandboxId> {
+        if driver.is_of_this_host() {
+            return BTreeSet::new();
+        }
+        let late = self.store.deleted(ids.clone()).await.unwrap_or_else(|error| {
+            tracing::error!(%error, "cannot list what was deleted");
+            BTreeSet::new()
+        });
+        for id in &late {
+            if self.end.is_cancelled() {
+                break;
+            }
+            match driver.delete(id).await {
+                Ok(_) => tracing::warn!(%id, "what came late of a deleted sandbox is removed"),
+                Err(error) => tracing::error!(%id, %error, "what came late of a deleted sandbox is left"),
+            }
+        }
+        late
     }
 }

@@ -15,7 +15,6 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use torpor_driver_container::{ContainerDriver, Engine};
-use torpor_driver_kubernetes::KubernetesDriver;
 use torpor_driver_vm::{Standing, VmConfig, VmDriver};
 use torpor_images::{Catalog, Kernels};
 use torpor_netpool::{CpuSet, Topology, linux, policy::Budget};
@@ -42,7 +41,7 @@ use crate::{
     egress::InForce,
     endpoints::Endpoints,
     expose::Listeners,
-    listen,
+    kubernetes, listen,
     mainlog::MainLogs,
     metrics::{
         self,
@@ -98,6 +97,9 @@ pub enum ServeError {
     /// The kubernetes driver.
     #[error("kubernetes driver: {0}")]
     Kubernetes(#[from] torpor_driver_kubernetes::ConfigError),
+    /// By which label its objects are found.
+    #[error("kubernetes driver: {0}")]
+    Identity(#[from] kubernetes::IdentityError),
     /// The sim driver's world.
     #[error("sim driver: its world below the state directory: {0}")]
     Sim(#[source] std::io::Error),
@@ -390,8 +392,7 @@ async fn open_drivers(
             "docker" => drivers.push(open_engine(config, Engine::Docker, &config.docker)?),
             "podman" => drivers.push(open_engine(config, Engine::Podman, &config.podman)?),
             "kubernetes" => {
-                let driver = KubernetesDriver::new(config.kubernetes.for_driver(config)?).await?;
-                drivers.push(driver);
+                drivers.push(kubernetes::open(config, store).await?);
             }
             _ => {
                 let driver = open_vm_driver(config, topology.clone(), store).await?;
@@ -507,7 +508,7 @@ async fn refuse_lost_database(store: &Arc<Store>, state_dir: &Path) -> Result<()
     if store.meta("gateway_id").await?.is_some() {
         return Ok(());
     }
-    for (sandboxes, _) in crate::admin::places(state_dir, Path::new("")) {
+    for crate::admin::Place { storage: sandboxes, .. } in crate::admin::places(state_dir, Path::new("")) {
         let disks = std::fs::read_dir(&sandboxes).into_iter().flatten().flatten();
         let count = disks.filter(|e| e.file_name().to_string_lossy().parse::<SandboxId>().is_ok()).count();
         if count > 0 {

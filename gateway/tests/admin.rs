@@ -192,3 +192,66 @@ async fn a_lost_database_is_made_anew_from_the_folders_and_what_runs_goes_on() {
     world.start().await;
     assert_eq!(list(&world).await["web"], Phase::Stopped);
 }
+
+const VOLUME: &str = "TORPOR_TEST_VOLUME";
+/// Of the gateway's image, which may nothing that a user may not.
+const USER: u32 = 10001;
+
+/// Not a test by itself: what the next one starts as another user.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_gateway_of_a_user() {
+    let Some(volume) = std::env::var_os(VOLUME).map(std::path::PathBuf::from) else { return };
+    let config = |state_dir| torpor_gateway::Config {
+        state_dir,
+        run_dir: volume.with_file_name("run"),
+        listen: format!("unix://{}/gateway.sock", volume.with_file_name("run").display()),
+        drivers: vec!["sim".into()],
+        ..torpor_gateway::Config::default()
+    };
+    let told = match Gateway::start(config(volume.clone())).await {
+        Err(error) => error.to_string(),
+        Ok(_) => panic!("it started where others may look into"),
+    };
+    let below = volume.join("state");
+    assert!(told.contains(&format!("state_dir = \"{}\"", below.display())), "{told}");
+    assert!(told.contains("2775") && told.contains("uid 0"), "{told}");
+    let gateway = Gateway::start(config(below.clone())).await.unwrap();
+    gateway.end().await;
+    let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(&below).unwrap().permissions());
+    assert_eq!(mode & 0o077, 0, "{mode:o}");
+}
+
+/// The root of a cluster's volume belongs to root, with the pod's group: nobody but root can change its mode.
+#[test]
+fn a_volume_of_roots_is_refused_with_the_remedy_and_a_folder_below_it_is_taken() {
+    use std::os::unix::{fs::PermissionsExt as _, process::CommandExt as _};
+    let test = "a_volume_of_roots_is_refused_with_the_remedy_and_a_folder_below_it_is_taken";
+    if !nix::unistd::geteuid().is_root() {
+        let required = std::env::var("REQUIRE").unwrap_or_default();
+        assert!(!required.split(',').any(|word| word == "root"), "{test}: needs root");
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("SKIP {test}: needs root\n"));
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let volume = dir.path().join("volume");
+    for folder in [&volume, &dir.path().join("run")] {
+        fs::create_dir(folder).unwrap();
+        std::os::unix::fs::chown(folder, None, Some(USER)).unwrap();
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o2775)).unwrap();
+    }
+    // The tree may lie where that user can't look.
+    let program = dir.path().join("program");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let done = std::process::Command::new(&program)
+        .args(["--exact", "the_gateway_of_a_user", "--nocapture"])
+        .env(VOLUME, &volume)
+        .env("TMPDIR", dir.path())
+        .current_dir(dir.path())
+        .uid(USER)
+        .gid(USER)
+        .output()
+        .unwrap();
+    let said = format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    assert!(done.status.success() && said.contains("1 passed"), "{said}");
+}

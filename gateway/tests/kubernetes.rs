@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
+#[path = "kubernetes/lost.rs"]
+mod lost;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,6 +36,7 @@ fn config(dir: &Path) -> Config {
         listen: format!("unix://{}/gateway.sock", dir.display()),
         drivers: vec!["kubernetes".into()],
         enable_sandbox_updates: true,
+        orphan_grace_seconds: if dir.join("look-soon").exists() { 2 } else { 600 },
         kubernetes: KubernetesSection {
             kubeconfig: dir.join("kubeconfig"),
             driver_config: ["nodeSelector", "runtimeClassName"].map(str::to_owned).into(),
@@ -276,6 +279,8 @@ async fn drains_are_mended_and_memory_and_a_missing_kind_are_refused() {
     let keep = v1::Keep::Memory.into();
     let refused = client.suspend(v1::SuspendRequest { target: no_wait("a"), keep }).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused:?}");
+    assert!(refused.message().contains("no pod at all that could keep it"), "{refused:?}");
+    assert!(refused.message().contains("nothing was changed"), "{refused:?}");
 
     let pod = host.cluster.names("pods").pop().unwrap();
     let before = host.cluster.object("pods", &pod).unwrap()["metadata"]["uid"].clone();

@@ -104,7 +104,8 @@ fn orphans(config: &Config) -> Outcome {
     for orphan in &found {
         let disk = orphan.disk.as_ref().map(|path| format!("disk {}", path.display()));
         let run = orphan.run.as_ref().map(|path| format!("run {}", path.display()));
-        let parts: Vec<String> = disk.into_iter().chain(run).collect();
+        let objects = orphan.objects.as_ref().map(|command| format!("in the cluster: {}", clean(command)));
+        let parts: Vec<String> = disk.into_iter().chain(run).chain(objects).collect();
         println!("{}  {}", orphan.id, parts.join(", "));
     }
     if found.is_empty() {

@@ -15,7 +15,10 @@ use kube::{
     core::{ApiResource, GroupVersionKind, Status},
 };
 use serde_json::Value;
-use tokio::{sync::Semaphore, time::timeout};
+use tokio::{
+    sync::{OnceCell, Semaphore},
+    time::timeout,
+};
 use torpor_sandbox::{DriverError, words};
 
 use crate::{
@@ -205,6 +208,7 @@ pub(crate) struct Cluster {
     pub(crate) url: String,
     pub(crate) namespace: String,
     found: RwLock<Option<Found>>,
+    id: OnceCell<Option<String>>,
     fast: Semaphore,
     create: Semaphore,
     list: Semaphore,
@@ -246,6 +250,7 @@ impl Cluster {
             url,
             namespace,
             found: RwLock::default(),
+            id: OnceCell::new(),
             fast: Semaphore::new(FAST),
             create: Semaphore::new(CREATE),
             list: Semaphore::new(LIST),
@@ -270,6 +275,18 @@ impl Cluster {
             // It may have been installed since.
             Some(Found::Nothing) | None => self.discover().await,
         }
+    }
+
+    /// Which cluster it is, whatever address it has: the uid of its namespace kube-system. None where that may not be read.
+    pub(crate) async fn id(&self) -> Result<Option<String>, ApiError> {
+        let ask = || async {
+            match self.raw::<Value>(Lane::Fast, "/api/v1/namespaces/kube-system").await {
+                Ok(namespace) => Ok(namespace["metadata"]["uid"].as_str().map(str::to_owned)),
+                Err(error) if error.is_absence() => Err(error),
+                Err(_) => Ok(None),
+            }
+        };
+        self.id.get_or_try_init(ask).await.cloned()
     }
 
     /// The versions of the Sandbox kind that the cluster serves, as it names them; empty without the group.

@@ -24,6 +24,8 @@ pub enum AgentLink {
 pub struct KubernetesConfig {
     /// Durable: `kubernetes/`.
     pub state_dir: PathBuf,
+    /// The label that its objects have (`torpor.dev/gateway`); none: that of the state directory, made when there is none.
+    pub identity: Option<String>,
     /// A kubeconfig file; none: what `KUBECONFIG` or ~/.kube/config says, else the pod's own service account.
     pub kubeconfig: Option<PathBuf>,
     /// A context of it; none: the current one.
@@ -77,6 +79,7 @@ impl KubernetesConfig {
     pub fn new(state_dir: impl Into<PathBuf>, agent_image: impl Into<String>) -> Self {
         Self {
             state_dir: state_dir.into(),
+            identity: None,
             kubeconfig: None,
             context: None,
             namespace: None,
@@ -193,6 +196,12 @@ pub enum ConfigError {
     /// No client can be made for the cluster.
     #[error("client of the cluster: {0}")]
     Client(#[source] Box<kube::Error>),
+    /// It can't be read which sandboxes there are.
+    #[error("where the objects of sandboxes are: {source}")]
+    Places {
+        /// Why.
+        source: torpor_sandbox::DriverError,
+    },
     /// A file or folder can't be made.
     #[error("{what} {}: {source}", path.display())]
     File {

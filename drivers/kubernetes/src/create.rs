@@ -43,8 +43,8 @@ impl Inner {
             Err(ApiError::Absent) => return Err(no_kind()),
             served => served?,
         };
-        let namespace = self.namespace_for(&spec.workspace);
         let noted = self.store.specs.write(id, spec)?;
+        let namespace = self.settle(id, &spec.workspace).await?;
         hit("kubernetes.create.noted")?;
         let made_claim = if manifest::has_own_claim(&self.config, spec) {
             self.make_claim(id, spec, &namespace).await?
@@ -90,6 +90,7 @@ impl Inner {
         } else if ours {
             Ok(false)
         } else {
+            self.note_taken(id, meta.labels.as_ref())?;
             Err(somebody_elses(object))
         }
     }
@@ -117,7 +118,7 @@ impl Inner {
         namespace: &str,
     ) -> Result<bool, DriverError> {
         let object_name = name(id);
-        if let Some(found) = self.get_sandbox(id).await? {
+        if let Some(found) = self.find_sandbox(id).await? {
             return self.ours_or_refuse(&found.metadata, id, &object_name);
         }
         let what = &format!("create the sandbox {object_name}");
@@ -133,9 +134,9 @@ impl Inner {
                 Ok(true)
             }
             // Of a try before whose answer was lost, or kube's own.
-            Err(error) if error.is_exists() => match self.get_sandbox(id).await? {
+            Err(error) if error.is_exists() => match self.find_sandbox(id).await? {
                 Some(found) => self.ours_or_refuse(&found.metadata, id, &object_name),
-                None => Err(somebody_elses(&object_name)),
+                None => Err(error.into()),
             },
             Err(error) => Err(error.into()),
         }
@@ -169,7 +170,10 @@ impl Inner {
         hit("kubernetes.delete.removed")?;
         let had_claim = self.remove_claim(id, &namespace).await?;
         hit("kubernetes.delete.unclaimed")?;
-        self.store.specs.delete(id)?;
+        if !had_sandbox && !had_claim {
+            self.is_here(id).await?;
+        }
+        self.store.delete(id)?;
         self.failures.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(id);
         Ok(had_sandbox || had_claim)
     }
@@ -178,7 +182,11 @@ impl Inner {
         let object = name(id);
         let mut grace = Duration::from_secs(30);
         for attempt in 0.. {
-            let Some(found) = self.get_sandbox(id).await? else {
+            let found = self.find_sandbox(id).await?;
+            if let Some(found) = found.as_ref().filter(|found| !self.is_ours(&found.metadata, id)) {
+                self.is_strangers(id, "sandbox", &found.metadata, namespace)?;
+            }
+            let Some(found) = found.filter(|found| self.is_labelled(&found.metadata, id)) else {
                 if attempt == 0 && !self.has_pod(id) {
                     return Ok(false);
                 }
@@ -249,6 +257,7 @@ impl Inner {
         loop {
             let Some(found) = self.get_claim(&api, &object).await? else { return Ok(asked) };
             if !self.is_ours(&found.metadata, id) {
+                self.is_strangers(id, "pvc", &found.metadata, namespace)?;
                 return Ok(asked);
             }
             if found.metadata.deletion_timestamp.is_none() {

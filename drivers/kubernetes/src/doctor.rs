@@ -11,10 +11,12 @@ use serde_json::{Value, json};
 
 use torpor_sandbox::{Finding, Level};
 
+mod each;
+
 use crate::{
     client::{ApiError, Cluster, GROUP, LIMIT, Lane, Served},
     config::{AgentLink, ConfigError, KubernetesConfig},
-    store,
+    folder,
     trust::{self, Found},
 };
 
@@ -26,7 +28,8 @@ const NEEDED: [(&str, &str, &str, &[&str]); 4] = [
     ("", "pods", "exec", &["get", "create"]),
 ];
 /// Those that are missed by people only.
-const NICE: [(&str, &str, &str, &[&str]); 1] = [("", "pods", "log", &["get"])];
+const NICE: [(&str, &str, &str, &[&str]); 2] =
+    [("", "pods", "log", &["get"]), ("", "serviceaccounts", "", &["get"])];
 
 /// Every right that the driver uses: "create sandboxes".
 pub fn rights() -> Vec<String> {
@@ -60,16 +63,17 @@ pub async fn diagnose(config: &KubernetesConfig) -> Result<Vec<Finding>, ConfigE
             return Ok(all);
         }
     }
-    all.push(versions(&cluster).await);
-    for namespace in config.all_namespaces(&cluster.namespace) {
-        all.push(rights_in(&cluster, &namespace).await);
-    }
+    let (finding, served) = versions(&cluster).await;
+    all.push(finding);
+    all.extend(each::look(&cluster, config, served).await);
     let storage = ("storage.k8s.io", "StorageClass", "storageclasses");
-    all.push(class(&cluster, "storage-class", storage, config.storage_class.as_deref()).await);
+    let named = each::named(config, "storageClassName").collect();
+    all.push(class(&cluster, "storage-class", storage, config.storage_class.as_deref(), named).await);
     let runtime = ("node.k8s.io", "RuntimeClass", "runtimeclasses");
-    all.push(class(&cluster, "runtime-class", runtime, config.runtime_class.as_deref()).await);
+    let named = each::named(config, "runtimeClassName").collect();
+    all.push(class(&cluster, "runtime-class", runtime, config.runtime_class.as_deref(), named).await);
     all.push(agent_link(config));
-    all.push(Finding::new("agent-image", Level::Ok, config.agent_image.clone(), ""));
+    all.push(agent_image(&config.agent_image));
     Ok(all)
 }
 
@@ -79,7 +83,7 @@ fn agent_link(config: &KubernetesConfig) -> Finding {
     if config.agent_link == AgentLink::Exec {
         return Finding::new(name, Level::Ok, "exec, by the API server", "");
     }
-    let path = store::folder(&config.state_dir).join(trust::FILE);
+    let path = folder::path(&config.state_dir).join(trust::FILE);
     let (port, file) = (config.agent_port, path.display());
     let again = "the gateway makes another one when it starts, and gives agents new credentials by exec";
     match trust::look(&path) {
@@ -106,65 +110,36 @@ fn agent_link(config: &KubernetesConfig) -> Finding {
     }
 }
 
-async fn versions(cluster: &Cluster) -> Finding {
+/// Nobody but a node can tell whether an image is there.
+fn agent_image(image: &str) -> Finding {
+    let text = format!("{image}: not looked at, as only nodes can pull it");
+    let registry = image.split_once('/').map_or("", |(first, _)| first);
+    if registry.contains(['.', ':']) || registry == "localhost" {
+        return Finding::new("agent-image", Level::Ok, text, "");
+    }
+    let advice = "it names no registry: push the image of deploy/kubernetes/Containerfile.agent to one and name it whole, unless every node has it already";
+    Finding::new("agent-image", Level::Warn, text, advice)
+}
+
+async fn versions(cluster: &Cluster) -> (Finding, Option<Served>) {
     let name = "agent-sandbox";
     let all = match cluster.versions().await {
         Ok(all) => all,
-        Err(error) => return Finding::new(name, Level::Fail, error.to_string(), ""),
+        Err(error) => return (Finding::new(name, Level::Fail, error.to_string(), ""), None),
     };
     let Some(served) = Served::best(&all) else {
         let advice = "kubectl apply -f the release's manifest.yaml";
-        return Finding::new(name, Level::Fail, ApiError::Absent.to_string(), advice);
+        return (Finding::new(name, Level::Fail, ApiError::Absent.to_string(), advice), None);
     };
     let text = format!("serves {}; {} is used", all.join(" and "), served.name());
-    match served {
+    let finding = match served {
         Served::V1beta1 => Finding::new(name, Level::Ok, text, ""),
         Served::V1alpha1 => {
             let advice = "update agent-sandbox to 0.5.4 or later: v1alpha1 is gone from 1.0 on";
             Finding::new(name, Level::Warn, text, advice)
         }
-    }
-}
-
-/// Every right, asked for one by one: nothing else tells what a role comes to.
-async fn rights_in(cluster: &Cluster, namespace: &str) -> Finding {
-    let name = "rights";
-    let mut missing = Vec::new();
-    let mut missed = Vec::new();
-    let (mut asked, mut failed) = (0, None);
-    for (needed, of) in [(true, NEEDED.as_slice()), (false, NICE.as_slice())] {
-        for (group, resource, sub, verbs) in of {
-            for verb in *verbs {
-                asked += 1;
-                match may(cluster, namespace, group, resource, sub, verb).await {
-                    Ok(true) => {}
-                    Ok(false) => {
-                        let list = if needed { &mut missing } else { &mut missed };
-                        list.push(right(verb, resource, sub));
-                    }
-                    Err(error) => failed = Some(error.to_string()),
-                }
-            }
-        }
-    }
-    let advice =
-        format!("bind the Role of deploy/kubernetes/rbac.yaml in {namespace} to the gateway's account");
-    if let Some(failed) = failed {
-        return Finding::new(name, Level::Warn, format!("not known in {namespace}: {failed}"), advice);
-    }
-    if !missing.is_empty() {
-        return Finding::new(
-            name,
-            Level::Fail,
-            format!("missing in {namespace}: {}", missing.join(", ")),
-            advice,
-        );
-    }
-    if !missed.is_empty() {
-        let text = format!("missing in {namespace}, for consoles only: {}", missed.join(", "));
-        return Finding::new(name, Level::Warn, text, advice);
-    }
-    Finding::new(name, Level::Ok, format!("all {asked} are there in {namespace}"), "")
+    };
+    (finding, Some(served))
 }
 
 async fn may(
@@ -193,53 +168,73 @@ async fn may(
     Ok(answer["status"]["allowed"] == json!(true))
 }
 
-/// Whether a class that is named is there.
+/// Says which storage class those have that name none.
+const DEFAULT_CLASS: &str = "storageclass.kubernetes.io/is-default-class";
+
+/// Whether the class that all have is there, and those that sandboxes may name.
 async fn class(
     cluster: &Cluster,
     name: &'static str,
     (group, kind, plural): (&str, &str, &str),
     wanted: Option<&str>,
+    sayable: Vec<String>,
 ) -> Finding {
     let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, "v1", kind), plural);
     let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &resource);
     let listed =
         cluster.call(Lane::List, LIMIT, &format!("list {plural}"), api.list(&ListParams::default())).await;
-    let there: Vec<String> = match listed {
-        Ok(list) => list.items.into_iter().filter_map(|one| one.metadata.name).collect(),
+    let list = match listed {
+        Ok(list) => list.items,
         Err(error) => {
-            let text = format!("not known: {error}");
-            return match wanted {
-                Some(_) => Finding::new(
-                    name,
-                    Level::Warn,
-                    text,
-                    "let the gateway's account list them, or ask an admin",
-                ),
-                None => Finding::new(name, Level::Ok, text, ""),
-            };
+            let text = format!("not looked at: {error}");
+            let advice =
+                "let the gateway's account list them (the ClusterRole torpor-cluster), or ask an admin";
+            return Finding::new(name, Level::Warn, text, advice);
         }
     };
+    let there: Vec<&str> = list.iter().filter_map(|one| one.metadata.name.as_deref()).collect();
+    let is_default = |one: &&DynamicObject| {
+        one.metadata
+            .annotations
+            .as_ref()
+            .and_then(|all| all.get(DEFAULT_CLASS))
+            .is_some_and(|is| is == "true")
+    };
+    let default = list.iter().find(is_default).and_then(|one| one.metadata.name.as_deref());
     let shown = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
-    match wanted {
-        Some(wanted) if there.iter().any(|one| one == wanted) => {
-            Finding::new(name, Level::Ok, format!("{wanted}, of {shown}"), "")
-        }
-        Some(wanted) => Finding::new(
+    let missing = |one: &&String| !there.contains(&one.as_str());
+    let missing: Vec<&str> = sayable.iter().filter(missing).map(String::as_str).collect();
+    match (wanted, default) {
+        (Some(wanted), _) if !there.contains(&wanted) => Finding::new(
             name,
             Level::Fail,
             format!("'{wanted}' is not there: {shown}"),
             "install it, or name another one",
         ),
-        None if name == "runtime-class" => {
+        _ if !missing.is_empty() => Finding::new(
+            name,
+            Level::Warn,
+            format!(
+                "of those that sandboxes may name by `driver_config`, {} is not there: {shown}",
+                missing.join(", ")
+            ),
+            "install it, or take it out of the list",
+        ),
+        (Some(wanted), _) => Finding::new(name, Level::Ok, format!("{wanted}, of {shown}"), ""),
+        (None, _) if name == "runtime-class" => {
             let advice = "pods share their nodes' kernels; name a class of microVMs by `runtime_class` (Kata Containers)";
             Finding::new(name, Level::Warn, format!("none is named; there: {shown}"), advice)
         }
-        None if there.is_empty() => Finding::new(
+        (None, Some(default)) => {
+            Finding::new(name, Level::Ok, format!("the cluster's default, {default}, of {shown}"), "")
+        }
+        (None, None) => Finding::new(
             name,
-            Level::Warn,
-            "none is there: workspaces stay unbound",
-            "install a storage provisioner",
+            Level::Fail,
+            format!(
+                "none is named, and none is the cluster's default: workspaces stay unbound; there: {shown}"
+            ),
+            format!("name one by `storage_class` under [kubernetes], or annotate one: {DEFAULT_CLASS}=true"),
         ),
-        None => Finding::new(name, Level::Ok, format!("the cluster's default; there: {shown}"), ""),
     }
 }

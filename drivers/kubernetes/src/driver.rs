@@ -14,7 +14,7 @@ use tokio::{
     time::Instant,
 };
 use tonic::transport::Channel;
-use torpor_driver_common::Turns;
+use torpor_driver_common::{Turns, files::blocking};
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DriverError, Facts, Field, ImageCare, Keep, Observed, Run,
     SandboxId, SandboxSpec, Stopped,
@@ -25,8 +25,9 @@ use crate::{
     cache::{self, Cache, News},
     client::{ApiError, Cluster, Found, GROUP, LIMIT, Lane, if_there},
     config::{AgentLink, ConfigError, KubernetesConfig},
-    live, manifest, passed,
-    store::{self, Store},
+    folder, live, manifest, passed,
+    place::Place,
+    store::Store,
     trust::Trust,
     types::{Pod, Sandbox, name},
     update,
@@ -86,10 +87,10 @@ impl KubernetesDriver {
     pub async fn new(config: KubernetesConfig) -> Result<Arc<Self>, ConfigError> {
         config.validate()?;
         let cluster = Cluster::open(&config).await?;
-        let store = Store::open(&config.state_dir)?;
+        let store = Store::open(&config)?;
         let trust = match config.agent_link {
             AgentLink::Exec => None,
-            AgentLink::Mtls => Some(Trust::open(&store::folder(&config.state_dir), &store.identity)?),
+            AgentLink::Mtls => Some(Trust::open(&folder::path(&config.state_dir), &store.identity)?),
         };
         let (hints, _) = broadcast::channel(HINTS);
         let inner = Arc::new(Inner {
@@ -104,9 +105,15 @@ impl KubernetesDriver {
             failures: Mutex::default(),
             turns: Turns::default(),
         });
+        inner.find_places()?;
         let mut tasks = cache::watch_all(&inner);
         tasks.push(tokio::spawn(live::tidy(inner.clone())).abort_handle());
         Ok(Arc::new(Self { inner, tasks }))
+    }
+
+    /// The label of its objects.
+    pub fn identity(&self) -> &str {
+        &self.inner.store.identity
     }
 
     /// How many sandboxes the watches have told of, when all of them are open: for measurements.
@@ -120,18 +127,31 @@ impl Inner {
         let _nobody = self.hints.send(id.clone()).is_err();
     }
 
-    /// Every namespace that has sandboxes.
+    /// Every namespace that has sandboxes, or will have.
     pub(crate) fn namespaces(&self) -> BTreeSet<String> {
-        self.config.all_namespaces(&self.cluster.namespace)
+        let mut all = self.config.all_namespaces(&self.cluster.namespace);
+        all.append(&mut self.store.all_namespaces());
+        all
+    }
+
+    /// Of those that were made before it was noted, it is as the configuration says.
+    fn find_places(&self) -> Result<(), ConfigError> {
+        let of = |workspace: &str| Place {
+            namespace: self.namespace_for(workspace),
+            cluster: None,
+            server: self.cluster.url.clone(),
+            taken: false,
+        };
+        blocking(|| self.store.find_places(of)).map_err(|source| ConfigError::Places { source })
     }
 
     pub(crate) fn namespace_for(&self, workspace: &str) -> String {
         self.config.namespaces.get(workspace).unwrap_or(&self.cluster.namespace).clone()
     }
 
-    /// Where a sandbox's objects are.
+    /// Where a sandbox's objects are: where they were made, and else where the cluster shows them.
     pub(crate) fn namespace_of(&self, id: &SandboxId) -> Result<String, DriverError> {
-        if let Some(known) = self.cache.namespace(id) {
+        if let Some(known) = self.store.namespace(id).or_else(|| self.cache.namespace(id)) {
             return Ok(known.to_string());
         }
         if self.config.namespaces.is_empty() {
@@ -146,6 +166,11 @@ impl Inner {
 
     /// The Sandbox object as it is now; none when there is none that is ours.
     pub(crate) async fn get_sandbox(&self, id: &SandboxId) -> Result<Option<Sandbox>, ApiError> {
+        Ok(self.find_sandbox(id).await?.filter(|found| self.is_ours(&found.metadata, id)))
+    }
+
+    /// The Sandbox object of its name, whosever it is.
+    pub(crate) async fn find_sandbox(&self, id: &SandboxId) -> Result<Option<Sandbox>, ApiError> {
         let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
         let object = name(id);
         let what = format!("get the sandbox {object}");
@@ -159,8 +184,7 @@ impl Inner {
             // What was known when it was asked for is gone, whether or not the watch says so.
             self.saw(id, &namespace, News::NoSandbox(version));
         }
-        let found = found.filter(|found| self.is_ours(&found.metadata, id));
-        if let Some(found) = &found {
+        if let Some(found) = found.as_ref().filter(|found| self.is_labelled(&found.metadata, id)) {
             self.saw(id, &namespace, News::Sandbox(found.into()));
         }
         Ok(found)
@@ -225,7 +249,7 @@ impl ComputeDriver for KubernetesDriver {
             name: "kubernetes".to_owned(),
             version,
             keeps_memory: false,
-            no_memory: None,
+            no_memory: Some("a suspended sandbox has no pod at all that could keep it".to_owned()),
             updates: true,
             needs_loan: false,
             machine: format!("kubernetes ({of})"),

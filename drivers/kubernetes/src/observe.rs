@@ -33,6 +33,11 @@ impl Inner {
         };
         let record = self.store.record(id)?;
         let Some(sandbox) = &view.sandbox else {
+            match self.elsewhere(id).await {
+                Ok(None) => {}
+                Ok(Some(text)) => return Ok(Observed::Unknown(text)),
+                Err(error) => return Ok(Observed::Unknown(error.to_string())),
+            }
             return Ok(match (&view.pod, record) {
                 // Its object is gone, and its pod will be in a moment.
                 (Some(_), _) => Observed::Unknown("its pod is on its way out".to_owned()),

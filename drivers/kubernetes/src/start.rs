@@ -54,7 +54,10 @@ impl Inner {
     pub(crate) async fn start(self: &Arc<Self>, id: &SandboxId, run: Run) -> Result<Change, DriverError> {
         let turn = self.turns.turn(id).await;
         let spec = self.store.specs.read(id)?;
-        let found = self.get_sandbox(id).await?.ok_or_else(|| missing(id))?;
+        let Some(found) = self.get_sandbox(id).await? else {
+            self.is_here(id).await?;
+            return Err(missing(id));
+        };
         let seen = Seen::from(&found);
         if seen.deleting {
             let text = format!("{} is being deleted by somebody else", name(id));
@@ -69,28 +72,23 @@ impl Inner {
                 DriverError::Invalid(text)
             })?;
             self.bring_up(id, &spec, record, &turn).await?;
-            self.note_claims(id, &spec, &found).await?;
+            self.note_claims(id, &found).await?;
             return Ok(Change::Already);
         }
-        self.check_data(id, &spec, &found).await?;
+        self.check_data(id, &found).await?;
         self.see_no_pod(id).await?;
         self.pause_after_failures(id).await;
         let (inner, wanted) = (self.clone(), id.clone());
         let record = self.turns.step(id, &turn, async move { inner.wake(&wanted, run).await }).await?;
         hit("kubernetes.start.woken")?;
         self.bring_up(id, &spec, record, &turn).await?;
-        self.note_claims(id, &spec, &found).await?;
+        self.note_claims(id, &found).await?;
         Ok(Change::Done)
     }
 
     /// Notes which claims the controller has made, so that others in their place are told from them.
-    async fn note_claims(
-        &self,
-        id: &SandboxId,
-        spec: &SandboxSpec,
-        found: &Sandbox,
-    ) -> Result<(), DriverError> {
-        let api = self.cluster.claims(&self.namespace_for(&spec.workspace));
+    async fn note_claims(&self, id: &SandboxId, found: &Sandbox) -> Result<(), DriverError> {
+        let api = self.cluster.claims(&self.namespace_of(id)?);
         let mut claims = BTreeMap::new();
         for object in found.spec.made_claims(&name(id)) {
             if let Some(uid) = self.get_claim(&api, &object).await?.and_then(|claim| claim.metadata.uid) {
@@ -102,13 +100,8 @@ impl Inner {
 
     /// A claim that is gone is never made anew. Which there must be is told by the object: the configuration may be another
     /// one by now.
-    async fn check_data(
-        &self,
-        id: &SandboxId,
-        spec: &SandboxSpec,
-        found: &Sandbox,
-    ) -> Result<(), DriverError> {
-        let namespace = self.namespace_for(&spec.workspace);
+    async fn check_data(&self, id: &SandboxId, found: &Sandbox) -> Result<(), DriverError> {
+        let namespace = self.namespace_of(id)?;
         let api = self.cluster.claims(&namespace);
         let (own, others): (Vec<&str>, Vec<&str>) =
             found.spec.claims().partition(|claim| *claim == claim_name(id));

@@ -47,6 +47,7 @@ impl Inner {
         let record = self.store.record(id)?;
         let view = self.ask(id).await?;
         let Some(sandbox) = &view.sandbox else {
+            self.is_here(id).await?;
             self.unhear(id);
             if view.pod.is_some() {
                 self.see_down(id, 0, &view).await?;

@@ -1,18 +1,23 @@
 //! What lasts of a sandbox beside the cluster's objects: its spec and its present run. And who this driver is.
 
 use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
+    collections::{BTreeMap, BTreeSet, HashMap},
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use serde::{Deserialize, Serialize};
 use torpor_driver_common::{
     Specs,
-    files::{identity, make_folder, read_json, remove_file, write_json},
+    files::{OWNERS_FILE, identity, make_folder, read_json, remove_file, write_json, write_whole},
 };
 use torpor_sandbox::{DriverError, Run, SandboxId};
 
-use crate::config::ConfigError;
+use crate::{
+    config::{ConfigError, KubernetesConfig},
+    folder,
+    place::Place,
+};
 
 /// What is noted of a run, first before the cluster is asked for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,29 +39,91 @@ impl Record {
 }
 
 /// The durable side of the driver: `kubernetes/` in the state directory.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Store {
     pub(crate) specs: Specs,
     /// Marks the objects of this state directory among those of the cluster.
     pub(crate) identity: String,
-}
-
-/// The driver's own of a state directory.
-pub(crate) fn folder(state_dir: &Path) -> PathBuf {
-    state_dir.join("kubernetes")
+    /// The namespaces of sandboxes, as their places say.
+    namespaces: Mutex<HashMap<SandboxId, Arc<str>>>,
 }
 
 impl Store {
-    pub(crate) fn open(state_dir: &Path) -> Result<Self, ConfigError> {
-        let folder = folder(state_dir);
+    pub(crate) fn open(config: &KubernetesConfig) -> Result<Self, ConfigError> {
+        let folder = folder::path(&config.state_dir);
         let error = |what, path: &Path| {
             let path = path.to_owned();
             move |source| ConfigError::File { what, path, source }
         };
         make_folder(&folder).map_err(error("make", &folder))?;
         let path = folder.join("identity");
+        if let Some(given) = &config.identity
+            && folder::identity(&config.state_dir).map_err(error("read", &path))?.as_ref() != Some(given)
+        {
+            write_whole(&path, given.as_bytes(), OWNERS_FILE).map_err(error("write", &path))?;
+        }
         let identity = identity(&path).map_err(error("read or make", &path))?;
-        Ok(Self { specs: Specs::new(folder), identity })
+        Ok(Self { specs: Specs::new(folder), identity, namespaces: Mutex::default() })
+    }
+
+    fn namespaces(&self) -> MutexGuard<'_, HashMap<SandboxId, Arc<str>>> {
+        self.namespaces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads where the sandboxes are. Of those of which that was never noted, it is noted now, as far as their spec tells.
+    pub(crate) fn find_places(&self, of: impl Fn(&str) -> Place) -> Result<(), DriverError> {
+        for id in self.specs.list()? {
+            let noted = match self.place(&id) {
+                Ok(None) => match self.specs.read(&id) {
+                    Ok(spec) => self.note_place(&id, &of(&spec.workspace)),
+                    Err(error) => Err(error),
+                },
+                Ok(Some(place)) => {
+                    self.know_place(&id, &place);
+                    Ok(())
+                }
+                Err(error) => Err(error),
+            };
+            if let Err(error) = noted {
+                tracing::error!(%id, %error, "it is not known where the objects of a sandbox are");
+            }
+        }
+        Ok(())
+    }
+
+    fn know_place(&self, id: &SandboxId, place: &Place) {
+        let mut all = self.namespaces();
+        // One text for all of a namespace.
+        let known = all.values().find(|one| ***one == *place.namespace).cloned();
+        all.insert(id.clone(), known.unwrap_or_else(|| Arc::from(place.namespace.as_str())));
+    }
+
+    /// Where the objects of a sandbox are; none when that is not noted.
+    pub(crate) fn place(&self, id: &SandboxId) -> Result<Option<Place>, DriverError> {
+        read_json(&self.specs.of(id).join("place.json"))
+    }
+
+    pub(crate) fn note_place(&self, id: &SandboxId, place: &Place) -> Result<(), DriverError> {
+        write_json(&self.specs.of(id).join("place.json"), place)?;
+        self.know_place(id, place);
+        Ok(())
+    }
+
+    /// The namespace of its place.
+    pub(crate) fn namespace(&self, id: &SandboxId) -> Option<Arc<str>> {
+        self.namespaces().get(id).cloned()
+    }
+
+    /// Those of all places.
+    pub(crate) fn all_namespaces(&self) -> BTreeSet<String> {
+        self.namespaces().values().map(|one| one.to_string()).collect()
+    }
+
+    /// Removes all that is noted of a sandbox.
+    pub(crate) fn delete(&self, id: &SandboxId) -> Result<(), DriverError> {
+        self.specs.delete(id)?;
+        self.namespaces().remove(id);
+        Ok(())
     }
 
     pub(crate) fn record(&self, id: &SandboxId) -> Result<Option<Record>, DriverError> {

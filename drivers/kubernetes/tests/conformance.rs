@@ -65,6 +65,7 @@ async fn pods(generation: Generation) -> Option<Pods> {
 
 conformance!(v0_4, pods(Generation::Alpha));
 conformance!(v0_5_0, pods(Generation::Early));
+conformance!(v0_5_4, pods(Generation::Late));
 conformance!(v1_0, pods(Generation::Stable));
 
 /// The same with the real agent as a process of this machine.
@@ -91,32 +92,28 @@ conformance!(ports_of_agents, by_ports());
 /// The same of a cluster that is known by its URL and a token alone: a real one with `TORPOR_TEST_CLUSTER=URL`,
 /// `TORPOR_TEST_CLUSTER_TOKEN`, `TORPOR_TEST_CLUSTER_CA=FILE` for https, `TORPOR_TEST_CLUSTER_NAMESPACE` ("sandboxes"),
 /// `TORPOR_TEST_CLUSTER_AGENT_IMAGE` (deploy/kubernetes/Containerfile.agent) and `TORPOR_TEST_CLUSTER_IMAGE` ("debian:13").
-/// Without one, the cluster in memory, asked in the same way.
+/// Without one, the cluster in memory, asked in the same way, over TLS.
 struct ByUrl {
     config: KubernetesConfig,
     client: Client,
     namespace: String,
     driver: Mutex<Option<Arc<KubernetesDriver>>>,
     _folder: tempfile::TempDir,
-    _server: Option<torpor_test_kube::Server>,
+    _server: Option<(torpor_test_kube::Server, torpor_test_kube::Front)>,
 }
 
 fn variable(name: &str, usual: &str) -> String {
     std::env::var(format!("TORPOR_TEST_CLUSTER{name}")).unwrap_or_else(|_| usual.to_owned())
 }
 
-fn kubeconfig(folder: &Path, url: &str, namespace: &str) -> std::path::PathBuf {
-    let ca = match variable("_CA", "") {
-        ca if ca.is_empty() => String::new(),
-        ca => format!(", certificate-authority: \"{ca}\""),
-    };
+fn kubeconfig(folder: &Path, url: &str, ca: &str, token: &str, namespace: &str) -> std::path::PathBuf {
+    let ca = if ca.is_empty() { String::new() } else { format!(", certificate-authority: \"{ca}\"") };
     let path = folder.join("kubeconfig");
     let text = format!(
         "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
          clusters: [{{name: test, cluster: {{server: \"{url}\"{ca}}}}}]\n\
-         users: [{{name: test, user: {{token: \"{}\"}}}}]\n\
+         users: [{{name: test, user: {{token: \"{token}\"}}}}]\n\
          contexts: [{{name: test, context: {{cluster: test, user: test, namespace: {namespace}}}}}]\n",
-        variable("_TOKEN", "none"),
     );
     std::fs::write(&path, text).unwrap();
     path
@@ -174,15 +171,25 @@ impl Harness for ByUrl {
 async fn by_url() -> Option<ByUrl> {
     let folder = tempfile::tempdir().unwrap();
     let namespace = variable("_NAMESPACE", torpor_test_kube::NAMESPACE);
-    let (url, server) = match variable("", "") {
+    let (path, server) = match variable("", "") {
         url if url.is_empty() => {
             let server =
                 torpor_test_kube::Server::start(Generation::Stable, Behaviour::default()).await.unwrap();
-            (server.url(), Some(server))
+            common::grant(&server);
+            // The test's own hand, which takes pods and claims away.
+            let pods = serde_json::json!([{"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]}]);
+            server.grant(Some(torpor_test_kube::NAMESPACE), &pods);
+            let front = server.secure("secret").await.unwrap();
+            let ca = folder.path().join("ca.pem");
+            std::fs::write(&ca, &front.ca).unwrap();
+            let path = kubeconfig(folder.path(), &front.url, &ca.display().to_string(), "secret", &namespace);
+            (path, Some((server, front)))
         }
-        url => (url, None),
+        url => {
+            let (ca, token) = (variable("_CA", ""), variable("_TOKEN", "none"));
+            (kubeconfig(folder.path(), &url, &ca, &token, &namespace), None)
+        }
     };
-    let path = kubeconfig(folder.path(), &url, &namespace);
     let mut config =
         KubernetesConfig::new(folder.path().join("state"), variable("_AGENT_IMAGE", "torpor-agent:0.1.0"));
     config.kubeconfig = Some(path.clone());

@@ -16,7 +16,7 @@ use torpor_sandbox::{
 use torpor_test_kube::{Behaviour, Generation};
 
 const GRACE: Duration = Duration::from_secs(5);
-const ALL: [Generation; 3] = [Generation::Alpha, Generation::Early, Generation::Stable];
+const ALL: [Generation; 4] = [Generation::Alpha, Generation::Early, Generation::Late, Generation::Stable];
 
 async fn ready(driver: &dyn ComputeDriver, spec: &SandboxSpec) -> SandboxId {
     let id = SandboxId::generate();

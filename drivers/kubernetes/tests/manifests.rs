@@ -14,12 +14,13 @@ fn folder() -> PathBuf {
 /// Every object of every manifest, with the name of its file.
 fn objects() -> Vec<(String, Value)> {
     let mut all = Vec::new();
-    for entry in fs::read_dir(folder()).unwrap() {
+    let folders = [folder(), folder().join("workspace")];
+    for entry in folders.iter().flat_map(|folder| fs::read_dir(folder).unwrap()) {
         let path = entry.unwrap().path();
         if path.extension().is_none_or(|end| end != "yaml") {
             continue;
         }
-        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        let name = path.strip_prefix(folder()).unwrap().to_str().unwrap().to_owned();
         for text in fs::read_to_string(&path).unwrap().split("\n---\n") {
             all.push((name.clone(), serde_saphyr::from_str(text).unwrap_or_else(|e| panic!("{name}: {e}"))));
         }
@@ -75,7 +76,6 @@ fn every_manifest_is_of_its_published_type_to_the_last_field() {
             "v1 Service" => check::<core::Service>(&file, &object),
             "networking.k8s.io/v1 NetworkPolicy" => check::<networking::NetworkPolicy>(&file, &object),
             "apps/v1 StatefulSet" => check::<apps::StatefulSet>(&file, &object),
-            "rbac.authorization.k8s.io/v1 Role" => check::<rbac::Role>(&file, &object),
             "rbac.authorization.k8s.io/v1 RoleBinding" => check::<rbac::RoleBinding>(&file, &object),
             "rbac.authorization.k8s.io/v1 ClusterRole" => check::<rbac::ClusterRole>(&file, &object),
             "rbac.authorization.k8s.io/v1 ClusterRoleBinding" => {
@@ -83,7 +83,8 @@ fn every_manifest_is_of_its_published_type_to_the_last_field() {
             }
             "kustomize.config.k8s.io/v1beta1 Kustomization" => {
                 for resource in object["resources"].as_array().unwrap() {
-                    assert!(folder().join(resource.as_str().unwrap()).is_file(), "{resource}");
+                    let of = folder().join(&file);
+                    assert!(of.with_file_name(resource.as_str().unwrap()).is_file(), "{file}: {resource}");
                 }
             }
             other => panic!("{file}: {other} is not checked"),
@@ -93,23 +94,28 @@ fn every_manifest_is_of_its_published_type_to_the_last_field() {
 
 #[test]
 fn the_check_finds_a_field_that_the_type_does_not_have() {
-    let mut role = of_kind("Role").pop().unwrap();
+    let mut role = of_kind("ClusterRole").pop().unwrap();
     role["rules"][0]["verb"] = "get".into();
-    let typed: rbac::Role = serde_json::from_value(role.clone()).unwrap();
+    let typed: rbac::ClusterRole = serde_json::from_value(role.clone()).unwrap();
     let mut all = Vec::new();
     lost(&role, &serde_json::to_value(typed).unwrap(), "", &mut all);
     assert_eq!(all, [".rules[0].verb"]);
 }
 
+fn named(kind: &str, name: &str) -> Value {
+    let mut all = of_kind(kind);
+    all.retain(|object| object["metadata"]["name"] == name);
+    assert_eq!(all.len(), 1, "{kind} {name}");
+    all.remove(0)
+}
+
 #[test]
-fn the_role_gives_what_the_driver_asks_for_and_no_more() {
-    let roles = of_kind("Role");
-    let [role] = roles.as_slice() else { panic!("{roles:?}") };
+fn the_roles_give_what_the_doctor_asks_for() {
     let words = |value: &Value| -> Vec<String> {
         value.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_owned()).collect()
     };
     let mut given = BTreeSet::new();
-    for rule in role["rules"].as_array().unwrap() {
+    for rule in named("ClusterRole", "torpor-sandboxes")["rules"].as_array().unwrap() {
         for resource in words(&rule["resources"]) {
             for verb in words(&rule["verbs"]) {
                 given.insert(format!("{verb} {resource}"));
@@ -117,6 +123,74 @@ fn the_role_gives_what_the_driver_asks_for_and_no_more() {
         }
     }
     assert_eq!(given, torpor_driver_kubernetes::rights().into_iter().collect::<BTreeSet<String>>());
+}
+
+#[test]
+fn whatever_is_bound_can_be_bound_where_it_is_and_every_namespace_has_all_that_its_pods_need() {
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let roles: BTreeSet<String> =
+        of_kind("ClusterRole").iter().map(|role| text(&role["metadata"]["name"])).collect();
+    let bindings = of_kind("RoleBinding");
+    for binding in bindings.iter().chain(&of_kind("ClusterRoleBinding")) {
+        // A Role is of one namespace, and can be bound in no other.
+        assert_eq!(binding["roleRef"]["kind"], "ClusterRole", "{binding}");
+        assert!(roles.contains(&text(&binding["roleRef"]["name"])), "{binding}");
+        let subject = &binding["subjects"][0];
+        assert_eq!((&subject["name"], &subject["namespace"]), (&"torpor".into(), &"torpor".into()));
+    }
+    let account = {
+        let config = named("ConfigMap", "torpor");
+        let config = Lines::from(config["data"]["torpor.toml"].as_str().unwrap());
+        (config.value("service_account"), config.value("namespace"))
+    };
+    let mut namespaces = of_kind("Namespace");
+    namespaces.retain(|namespace| namespace["metadata"]["name"] != "torpor");
+    assert!(namespaces.iter().any(|namespace| text(&namespace["metadata"]["name"]) == account.1));
+    assert_eq!(namespaces.len(), 2, "the usual one, and that of a workspace");
+    for namespace in namespaces {
+        let name = &namespace["metadata"]["name"];
+        let here = |object: &&Value| object["metadata"]["namespace"] == *name;
+        assert!(bindings.iter().any(|one| here(&one) && one["roleRef"]["name"] == "torpor-sandboxes"));
+        let accounts = of_kind("ServiceAccount");
+        let accounts = accounts.iter().filter(here);
+        let tokenless = |one: &Value| one["automountServiceAccountToken"] == false;
+        assert!(accounts.clone().any(|one| text(&one["metadata"]["name"]) == account.0 && tokenless(one)));
+        assert_eq!(namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"], "baseline");
+    }
+}
+
+/// A volume's root belongs to root: what has to be closed to others is a folder below it.
+#[test]
+fn the_state_is_in_a_folder_of_its_own_below_the_volume() {
+    let config = named("ConfigMap", "torpor");
+    let config = Lines::from(config["data"]["torpor.toml"].as_str().unwrap());
+    let state = PathBuf::from(config.value("state_dir"));
+    let sets = of_kind("StatefulSet");
+    let pod = &sets[0]["spec"]["template"]["spec"];
+    let mounts = pod["containers"][0]["volumeMounts"].as_array().unwrap();
+    let mount = mounts.iter().find(|mount| mount["name"] == "state").unwrap();
+    let root = PathBuf::from(mount["mountPath"].as_str().unwrap());
+    assert!(state.starts_with(&root) && state != root, "{}", state.display());
+    assert_eq!(pod["securityContext"]["fsGroupChangePolicy"], "OnRootMismatch");
+}
+
+/// As much of TOML as is needed here.
+struct Lines(String);
+
+impl From<&str> for Lines {
+    fn from(text: &str) -> Self {
+        Self(text.to_owned())
+    }
+}
+
+impl Lines {
+    fn value(&self, key: &str) -> String {
+        let of = |line: &str| {
+            let (found, value) = line.split_once('=')?;
+            (found.trim() == key).then(|| value.trim().trim_matches('"').to_owned())
+        };
+        self.0.lines().find_map(of).unwrap_or_else(|| panic!("no {key}"))
+    }
 }
 
 #[test]

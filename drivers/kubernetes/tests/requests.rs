@@ -4,6 +4,12 @@
 mod common;
 #[path = "requests/late.rs"]
 mod late;
+#[path = "requests/places.rs"]
+mod places;
+#[path = "requests/rights.rs"]
+mod rights;
+#[path = "requests/secure.rs"]
+mod secure;
 
 use std::time::Duration;
 
@@ -457,6 +463,23 @@ async fn a_cluster_that_is_upgraded_under_us_is_spoken_to_in_its_new_version() {
     assert_eq!(driver.observe(&id).await.unwrap(), Observed::Running { run: Run(2), agent: true });
 }
 
+/// Served beside the older one, the newer is found by the next comparison: nothing is refused that would tell of it.
+#[tokio::test]
+async fn a_newer_version_beside_the_one_that_is_spoken_is_found_by_the_next_comparison() {
+    let (bench, driver) = Bench::with(Generation::Alpha, Behaviour::default(), |config| {
+        config.compare_every = Duration::from_millis(500);
+    })
+    .await;
+    let id = SandboxId::generate();
+    driver.create(&id, &spec(), Run(1)).await.unwrap();
+    driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
+    bench.server.upgrade(Generation::Early);
+    until("the newer one", async || driver.capabilities().version == "agents.x-k8s.io/v1beta1").await;
+    driver.stop(&id, Keep::Disk, GRACE).await.unwrap();
+    let last = patches(&bench).pop().unwrap();
+    assert_eq!((last.code, &last.body["spec"]), (200, &json!({"operatingMode": "Suspended"})));
+}
+
 #[tokio::test]
 async fn a_cluster_without_the_kind_is_refused_before_anything_is_written() {
     let (bench, driver) = Bench::new(Generation::Absent).await;
@@ -519,7 +542,8 @@ async fn another_state_directory_has_other_sandboxes() {
     let other = torpor_driver_kubernetes::KubernetesDriver::new(config).await.unwrap();
     assert!(other.list().await.unwrap().is_empty());
     assert_eq!(other.observe(&id).await.unwrap(), Observed::Missing);
-    other.delete(&id).await.unwrap();
+    let refused = other.delete(&id).await.unwrap_err().to_string();
+    assert!(refused.contains("label") && refused.contains(other.identity()), "{refused}");
     assert!(bench.server.object("sandboxes", &object(&id)).is_some());
     let labels = bench.server.object("sandboxes", &object(&id)).unwrap()["metadata"]["labels"].clone();
     assert_ne!(labels["torpor.dev/gateway"], Value::Null);

@@ -106,6 +106,20 @@ pub enum StoreError {
     /// No such sandbox.
     #[error("no sandbox '{0}'")]
     NotFound(String),
+    /// The state directory is somebody else's, and others may look into it.
+    #[error(
+        "the state directory {} has mode {mode:o} and belongs to uid {owner}, so that it can't be closed to others, and it holds secrets: name a folder of its own below it, state_dir = \"{}\", or make it this user's (chown)",
+        path.display(),
+        path.join("state").display()
+    )]
+    OpenToOthers {
+        /// The state directory.
+        path: std::path::PathBuf,
+        /// Its mode.
+        mode: u32,
+        /// Its owner.
+        owner: u32,
+    },
     /// The name is in use.
     #[error("a sandbox named '{0}' exists already")]
     NameTaken(String),
@@ -311,9 +325,7 @@ impl Store {
     pub fn open_in_groups(dir: &Path, limits: PoolLimits, group: usize) -> Result<Self, StoreError> {
         let io = |action| move |source| StoreError::Io { action, path: dir.to_owned(), source };
         std::fs::create_dir_all(dir).map_err(io("make"))?;
-        // Environments hold secrets: nobody but the owner looks into the state.
-        std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700))
-            .map_err(io("set the mode of"))?;
+        close_to_others(dir)?;
         let lock = StateLock::acquire(dir)?;
         let path = dir.join("torpor.db");
         let conn = connect(&path, true)?;
@@ -592,6 +604,24 @@ fn run_job(conn: &Connection, job: Job, changes: &mut Vec<Change>) -> Option<Com
         }
     }
     completion
+}
+
+/// Environments hold secrets: nobody but the owner looks into the state. A folder that is somebody else's can't be closed,
+/// as the root of a cluster's volume is, which belongs to root.
+fn close_to_others(dir: &Path) -> Result<(), StoreError> {
+    let io = |action| move |source| StoreError::Io { action, path: dir.to_owned(), source };
+    let found = std::fs::metadata(dir).map_err(io("read"))?;
+    let mode = found.permissions().mode() & 0o7777;
+    if mode & 0o077 == 0 {
+        return Ok(());
+    }
+    match std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700)) {
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            let owner = std::os::unix::fs::MetadataExt::uid(&found);
+            Err(StoreError::OpenToOthers { path: dir.to_owned(), mode, owner })
+        }
+        done => done.map_err(io("set the mode of")),
+    }
 }
 
 /// Milliseconds since 1970.

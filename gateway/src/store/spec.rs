@@ -1,10 +1,14 @@
 //! The parts of a spec that change while a sandbox is neither stopped nor made anew: its disk's size and its egress policy.
+//! And what the database knows for drivers that have lost theirs.
 
-use torpor_sandbox::{Egress, Phase, SandboxId};
+use std::{collections::BTreeSet, sync::Arc};
+
+use torpor_sandbox::{Egress, Phase, Run, SandboxId, SandboxSpec};
 
 use super::{
     Applied, RequestKey, Store, StoreError,
     requests::{Begun, begin, remember},
+    rows::parsed,
     sandboxes::load,
     update::write,
 };
@@ -59,6 +63,55 @@ impl Store {
                 update.change.egress = None;
             }
             write(conn, changes, &record, after)
+        })
+        .await
+    }
+
+    /// Every sandbox that a driver has made, with its spec and its run, unless it is at rest.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn of_driver(
+        self: &Arc<Self>,
+        driver: &'static str,
+    ) -> Result<Vec<(SandboxId, SandboxSpec, Option<Run>)>, StoreError> {
+        self.read(move |conn| {
+            let sql = "SELECT id, spec, phase, json_extract(state, '$.run') FROM sandboxes
+                WHERE json_extract(spec, '$.driver') = ?1 AND json_extract(state, '$.created')";
+            let mut chosen = conn.prepare(sql)?;
+            let rows: Vec<(String, String, String, u64)> = chosen
+                .query_map([driver], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?)))?
+                .collect::<Result<_, _>>()?;
+            let mut all = Vec::with_capacity(rows.len());
+            for (id, spec, phase, run) in rows {
+                let spec = parsed(&id, "spec", &spec)?;
+                let rests = matches!(phase.as_str(), "Suspended" | "Stopped" | "Completed" | "Error");
+                if let Ok(id) = id.parse() {
+                    all.push((id, spec, (!rests && run > 0).then_some(Run(run))));
+                }
+            }
+            Ok(all)
+        })
+        .await
+    }
+
+    /// Which of these are remembered as deleted.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn deleted(
+        self: &Arc<Self>,
+        ids: BTreeSet<SandboxId>,
+    ) -> Result<BTreeSet<SandboxId>, StoreError> {
+        if ids.is_empty() {
+            return Ok(ids);
+        }
+        self.read(move |conn| {
+            let all: BTreeSet<String> = conn
+                .prepare_cached("SELECT id FROM tombstones")?
+                .query_map([], |row| row.get(0))?
+                .collect::<Result<_, _>>()?;
+            Ok(ids.into_iter().filter(|id| all.contains(id.as_str())).collect())
         })
         .await
     }

@@ -214,7 +214,7 @@ fn running(world: &World, key: &Key, sandbox: &Value, pod: Option<&Value>, relea
         if matches!(phase, "Failed" | "Succeeded") {
             set(&mut conditions, condition("Finished", "True", reason, generation));
         }
-        if release == Generation::Stable {
+        if matches!(release, Generation::Late | Generation::Stable) {
             set(&mut conditions, condition("Suspended", "False", "NotSuspended", generation));
         }
         value["status"]["conditions"] = json!(conditions);

@@ -1,4 +1,4 @@
-//! What is served, and who may do what.
+//! What is served.
 
 use serde_json::{Value, json};
 
@@ -68,18 +68,4 @@ fn kinds(name: &str, version: &str) -> Value {
     }
     let at = if name.is_empty() { version.to_owned() } else { format!("{name}/{version}") };
     json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": at, "resources": all})
-}
-
-/// A SelfSubjectAccessReview: allowed unless a test denied it.
-pub(crate) fn review(world: &World, asked: &Value) -> Value {
-    let wanted = &asked["spec"]["resourceAttributes"];
-    let word = |name: &str| wanted[name].as_str().unwrap_or_default().to_owned();
-    let resource = match word("subresource").as_str() {
-        "" => word("resource"),
-        sub => format!("{}/{sub}", word("resource")),
-    };
-    let denied = world.lock().denied.iter().any(|(verb, of)| *verb == word("verb") && *of == resource);
-    let mut review = asked.clone();
-    review["status"] = json!({"allowed": !denied});
-    review
 }

@@ -24,6 +24,7 @@ use crate::{
     lists::{self, Query},
     patch,
     resources::{Key, NAMESPACES, PODS, RESOURCES, SANDBOXES, find},
+    rights,
     status::{Refusal, status},
     store::{Deletion, Part, deleting, text},
     world::{Asked, Trouble, World},
@@ -135,6 +136,7 @@ where
     };
     let done = match early {
         Some(refusal) => Err(refusal),
+        None if !world.knows(&header("authorization")) => Err(Refusal::unauthorized()),
         None => match read_body(&asked.content_type, &bytes) {
             Ok(value) => {
                 asked.body = value;
@@ -294,9 +296,10 @@ fn route(
     }
     let place = crumbs(&asked.path).ok_or_else(Refusal::unknown_path)?;
     if place.plural == "selfsubjectaccessreviews" && asked.method == "POST" {
-        return Ok(Answer::One(201, discovery::review(world, &asked.body)));
+        return Ok(Answer::One(201, rights::review(world, &asked.body)));
     }
     let generation = world.generation();
+    rights::check(world, asked)?;
     let resource =
         find(&place.group, &place.version, &place.plural, generation).ok_or_else(Refusal::unknown_path)?;
     let query = Query::parse(&asked.query);
@@ -359,6 +362,10 @@ fn create(
     let key = place.key(resource, name);
     if RESOURCES[resource].namespaced {
         world.lock().objects.get(&(NAMESPACES, String::new(), key.1.clone()))?;
+    }
+    if query.get("dryRun") == Some("All") {
+        world.lock().objects.would_create(&key, &value)?;
+        return Ok(Answer::One(201, outward(resource, &place.version, world.generation(), &value)));
     }
     let made = world.write(|objects| {
         patch::note_update(&json!({}), &mut value, query.get("fieldManager").unwrap_or("unknown"));

@@ -16,8 +16,10 @@ mod kubelet;
 mod lists;
 mod patch;
 mod resources;
+mod rights;
 mod status;
 mod store;
+mod tls;
 mod world;
 
 use std::{
@@ -32,6 +34,8 @@ use tokio::{net::TcpListener, task::JoinHandle};
 
 pub use http::{Body, Cut, Service};
 pub use resources::{GROUP, Generation};
+pub use rights::Right;
+pub use tls::Front;
 pub use world::{Asked, Behaviour, NAMESPACE, Trouble, World};
 
 /// A cluster that answers on loopback until it is dropped.

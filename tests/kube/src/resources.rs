@@ -8,7 +8,10 @@ pub enum Generation {
     /// v0.5.0 to v0.5.3: v1beta1 and v1alpha1; Suspended is True as soon as the pod's deletion was asked for, and stays
     /// True after a resume.
     Early,
-    /// v0.5.4 and later, v1.0: the condition is always there and True only when the pod is gone. v1.0 serves v1beta1 only.
+    /// v0.5.4 to v0.5.6: the condition is always there and True only when the pod is gone. Both versions are served, and
+    /// every Sandbox has a Service.
+    Late,
+    /// v1.0: the same, with v1beta1 only, and a Service for those that ask for one.
     Stable,
     /// No agent-sandbox at all.
     Absent,
@@ -19,7 +22,7 @@ impl Generation {
     pub fn versions(self) -> &'static [&'static str] {
         match self {
             Self::Alpha => &["v1alpha1"],
-            Self::Early => &["v1beta1", "v1alpha1"],
+            Self::Early | Self::Late => &["v1beta1", "v1alpha1"],
             Self::Stable => &["v1beta1"],
             Self::Absent => &[],
         }
@@ -60,7 +63,7 @@ pub(crate) const STORAGE_CLASSES: usize = 6;
 pub(crate) const RUNTIME_CLASSES: usize = 7;
 
 /// The first stands for every version of its group that is served.
-pub(crate) static RESOURCES: [Resource; 8] = [
+pub(crate) static RESOURCES: [Resource; 9] = [
     of(GROUP, "v1beta1", "sandboxes", "Sandbox", true, true),
     of("", "v1", "pods", "Pod", true, true),
     of("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", true, true),
@@ -69,6 +72,7 @@ pub(crate) static RESOURCES: [Resource; 8] = [
     of("", "v1", "namespaces", "Namespace", false, true),
     of("storage.k8s.io", "v1", "storageclasses", "StorageClass", false, false),
     of("node.k8s.io", "v1", "runtimeclasses", "RuntimeClass", false, false),
+    of("", "v1", "serviceaccounts", "ServiceAccount", true, false),
 ];
 
 /// Where an object is: the place of its kind in the table, its namespace (empty: of the cluster) and its name.

@@ -27,6 +27,10 @@ impl Refusal {
         Self { code: 404, body: Err("404 page not found\n".to_owned()), retry_after: None }
     }
 
+    pub(crate) fn unauthorized() -> Self {
+        Self::new(401, "Unauthorized", "Unauthorized", json!({}))
+    }
+
     pub(crate) fn too_many() -> Self {
         let text = "Too many requests, please try again later.\n".to_owned();
         Self { code: 429, body: Err(text), retry_after: Some(1) }

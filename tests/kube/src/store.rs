@@ -47,6 +47,8 @@ pub(crate) struct Deletion {
 
 #[derive(Debug, Default)]
 pub(crate) struct Objects {
+    /// A part of every uid, so that those of two clusters are different.
+    cluster: u32,
     pub(crate) version: u64,
     /// Watches can't begin before it.
     pub(crate) floor: u64,
@@ -108,21 +110,32 @@ fn body(value: &Value) -> Value {
 }
 
 impl Objects {
+    /// Those of a cluster of this number.
+    pub(crate) fn of(cluster: u32) -> Self {
+        Self { cluster, ..Self::default() }
+    }
+
     pub(crate) fn get(&self, key: &Key) -> Result<Arc<Value>, Refusal> {
         let resource = &RESOURCES[key.0];
         self.all.get(key).cloned().ok_or_else(|| Refusal::not_found(resource.group, resource.plural, &key.2))
     }
 
-    /// A new object; what the server sets is set.
-    pub(crate) fn create(&mut self, key: &Key, mut value: Value) -> Result<Arc<Value>, Refusal> {
+    /// Whether it could be made.
+    pub(crate) fn would_create(&self, key: &Key, value: &Value) -> Result<(), Refusal> {
         let resource = &RESOURCES[key.0];
         if let Some(old) = self.all.get(key) {
             return Err(Refusal::exists(resource.group, resource.plural, &key.2, deleting(old)));
         }
-        validate(key, &value, None)?;
+        validate(key, value, None)
+    }
+
+    /// A new object; what the server sets is set.
+    pub(crate) fn create(&mut self, key: &Key, mut value: Value) -> Result<Arc<Value>, Refusal> {
+        self.would_create(key, &value)?;
+        let resource = &RESOURCES[key.0];
         self.made += 1;
         let meta = &mut value["metadata"];
-        meta["uid"] = json!(format!("00000000-0000-4000-8000-{:012x}", self.made));
+        meta["uid"] = json!(format!("{:08x}-0000-4000-8000-{:012x}", self.cluster, self.made));
         meta["creationTimestamp"] = json!(now());
         meta["name"] = json!(key.2);
         if resource.namespaced {

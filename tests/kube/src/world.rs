@@ -2,7 +2,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
     time::Duration,
 };
 
@@ -12,6 +15,7 @@ use tokio::sync::watch;
 use crate::{
     kubelet::Kubelet,
     resources::{Generation, Key, NAMESPACES, RESOURCES, RUNTIME_CLASSES, SANDBOXES, STORAGE_CLASSES},
+    rights::Rule,
     status::Refusal,
     store::{Deletion, Objects, Part, text},
 };
@@ -105,7 +109,10 @@ pub(crate) struct Inner {
     faults: Vec<Fault>,
     pub(crate) pages: HashMap<String, Snapshot>,
     pub(crate) made_pages: u64,
+    /// None: everything is allowed.
+    pub(crate) rules: Option<Vec<Rule>>,
     pub(crate) denied: Vec<(String, String)>,
+    token: Option<String>,
     pub(crate) keep_bodies: bool,
 }
 
@@ -154,20 +161,25 @@ pub struct World {
     pub(crate) kubelet: Kubelet,
 }
 
+/// Of clusters.
+static NEXT: AtomicU32 = AtomicU32::new(1);
+
 /// The namespace that exists from the beginning.
 pub const NAMESPACE: &str = "sandboxes";
 
 impl World {
     pub(crate) fn new(generation: Generation, behaviour: Behaviour) -> Arc<Self> {
         let inner = Inner {
-            objects: Objects::default(),
+            objects: Objects::of(NEXT.fetch_add(1, Ordering::Relaxed)),
             generation,
             asked: VecDeque::new(),
             counts: BTreeMap::new(),
             faults: Vec::new(),
             pages: HashMap::new(),
             made_pages: 0,
+            rules: None,
             denied: Vec::new(),
+            token: None,
             keep_bodies: true,
         };
         let world = Self {
@@ -179,12 +191,16 @@ impl World {
         for (resource, name) in [
             (NAMESPACES, NAMESPACE),
             (NAMESPACES, "default"),
+            (NAMESPACES, "kube-system"),
             (STORAGE_CLASSES, "standard"),
             (RUNTIME_CLASSES, "kata"),
         ] {
             let key = (resource, String::new(), name.to_owned());
             world.put(&key, json!({"metadata": {"name": name}}));
         }
+        world.change("storageclasses", "standard", |class| {
+            class["metadata"]["annotations"] = json!({"storageclass.kubernetes.io/is-default-class": "true"});
+        });
         Arc::new(world)
     }
 
@@ -343,9 +359,13 @@ impl World {
         Some(trouble)
     }
 
-    /// The client may not do this.
-    pub fn deny(&self, verb: &str, resource: &str) {
-        self.lock().denied.push((verb.to_owned(), resource.to_owned()));
+    pub(crate) fn want_token(&self, token: &str) {
+        self.lock().token = Some(token.to_owned());
+    }
+
+    /// Whether a header names whom it must.
+    pub(crate) fn knows(&self, authorization: &str) -> bool {
+        self.lock().token.as_ref().is_none_or(|token| authorization == format!("Bearer {token}"))
     }
 
     /// Every request so far, oldest first.

@@ -3,6 +3,7 @@
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
+use serde_json::Value;
 use torpor_driver_kubernetes::{KubernetesConfig, KubernetesDriver};
 use torpor_sandbox::{SandboxId, SandboxSpec};
 use torpor_test_kube::{Behaviour, Generation, Server};
@@ -33,6 +34,7 @@ impl Bench {
     ) -> (Self, Arc<KubernetesDriver>) {
         let folder = tempfile::tempdir().unwrap();
         let server = Server::start(generation, behaviour).await.unwrap();
+        grant(&server);
         let mut config = KubernetesConfig::new(folder.path().join("state"), "registry.test/torpor-agent:1");
         config.kubeconfig = Some(server.kubeconfig(folder.path()).unwrap());
         config.start_timeout = Duration::from_secs(20);
@@ -44,6 +46,27 @@ impl Bench {
     pub async fn driver(&self) -> Arc<KubernetesDriver> {
         KubernetesDriver::new(self.config.clone()).await.unwrap()
     }
+}
+
+/// The rules of deploy/kubernetes/rbac.yaml: those of a namespace of sandboxes, and those of the cluster.
+pub fn rules() -> (Value, Value) {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/kubernetes/rbac.yaml");
+    let text = std::fs::read_to_string(path).unwrap();
+    let objects: Vec<Value> = text.split("\n---\n").map(|one| serde_saphyr::from_str(one).unwrap()).collect();
+    let of = |name: &str| {
+        let found = |object: &&Value| object["kind"] == "ClusterRole" && object["metadata"]["name"] == name;
+        objects.iter().find(found).unwrap()["rules"].clone()
+    };
+    (of("torpor-sandboxes"), of("torpor-cluster"))
+}
+
+/// The cluster lets its client do what these say, and nothing else.
+pub fn grant(server: &Server) {
+    let (sandboxes, cluster) = rules();
+    for namespace in [torpor_test_kube::NAMESPACE, "default"] {
+        server.grant(Some(namespace), &sandboxes);
+    }
+    server.grant(None, &cluster);
 }
 
 /// As it is stored, so that what it doesn't say is as by default.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use torpor_test_kube::{Behaviour, Generation, Server};
 
-const ALL: [Generation; 3] = [Generation::Alpha, Generation::Early, Generation::Stable];
+const ALL: [Generation; 4] = [Generation::Alpha, Generation::Early, Generation::Late, Generation::Stable];
 
 async fn cluster(generation: Generation, linger: u64) -> Server {
     let behaviour = Behaviour { linger: Duration::from_millis(linger), ..Behaviour::default() };
