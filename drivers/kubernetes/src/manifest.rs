@@ -3,11 +3,11 @@
 use std::borrow::Cow;
 
 use serde_json::{Value, json};
-use torpor_sandbox::{SandboxId, SandboxSpec};
+use torpor_sandbox::{SandboxId, SandboxSpec, spec::plain_path};
 
 use crate::{
     client::Served,
-    config::{KubernetesConfig, is_label},
+    config::{KubernetesConfig, is_subdomain},
     types::{GATEWAY, SANDBOX, claim_name, name},
 };
 
@@ -22,6 +22,10 @@ const VOLUME: &str = "/.torpor-agent";
 const AGENT_IN_VOLUME: &str = "/.torpor-agent/torpor-agent";
 /// That volume's name.
 pub(crate) const AGENT_VOLUME: &str = "agent";
+/// The init container that copies the agent.
+pub(crate) const CARRIER: &str = "agent";
+/// Tells the agent the pod's grace in seconds. A variable: agents of before ignore it.
+const GRACE: &str = "TORPOR_GRACE_SECONDS";
 /// The least that a pod's grace is: the agent ends processes and syncs within it, also when nobody but the kubelet asks.
 const LEAST_GRACE: u64 = 10;
 /// The workspace among a pod's volumes, and its claim template.
@@ -80,7 +84,7 @@ pub(crate) fn check(config: &KubernetesConfig, spec: &SandboxSpec) -> Result<(),
     }
     for volume in &spec.volumes {
         let (claim, path) = claim_of(&volume.source);
-        if !is_label(claim) {
+        if !is_subdomain(claim) {
             return Err(format!(
                 "volumes: '{}' names no claim: 'CLAIM' is one of the namespace, '/CLAIM/FOLDER' a folder in it; folders of nodes are not mounted",
                 volume.source.escape_debug()
@@ -92,12 +96,16 @@ pub(crate) fn check(config: &KubernetesConfig, spec: &SandboxSpec) -> Result<(),
         if path.is_some_and(|path| path.split('/').any(|part| part.is_empty() || part == "..")) {
             return Err(format!("volumes: '{}' names no folder", volume.source.escape_debug()));
         }
-        let inside = |path: &str, folder: &str| path == folder || path.starts_with(&format!("{folder}/"));
-        if inside(&volume.target, FOLDER) || inside(&volume.target, VOLUME) {
-            return Err(format!("volumes: '{}' is where the agent is", volume.target));
+        let target = plain_path(&volume.target);
+        if target.contains(':') {
+            return Err(format!("volumes: '{}': no pod mounts where a ':' is", target.escape_debug()));
         }
-        if volume.target == config.mount_path && volume.read_only {
-            return Err(format!("volumes: the workspace at '{}' must be writable", volume.target));
+        let inside = |folder: &str| target == folder || target.starts_with(&format!("{folder}/"));
+        if inside(FOLDER) || inside(VOLUME) {
+            return Err(format!("volumes: '{}' is where the agent is", target.escape_debug()));
+        }
+        if target == config.mount_path && volume.read_only {
+            return Err(format!("volumes: the workspace at '{target}' must be writable"));
         }
     }
     Ok(())
@@ -128,7 +136,7 @@ pub(crate) fn has_own_claim(config: &KubernetesConfig, spec: &SandboxSpec) -> bo
 }
 
 fn brings_workspace(config: &KubernetesConfig, spec: &SandboxSpec) -> bool {
-    spec.volumes.iter().any(|volume| volume.target == config.mount_path)
+    spec.volumes.iter().any(|volume| plain_path(&volume.target) == config.mount_path)
 }
 
 fn labels(id: &SandboxId, identity: &str) -> Value {
@@ -212,6 +220,7 @@ fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
             "image": spec.image,
             "command": [program(config.agent_volume), "--pod", SOCKET],
             "args": [],
+            "env": [{"name": GRACE, "value": grace(spec).to_string()}],
             "workingDir": "/",
             "resources": {"limits": limits, "requests": limits},
             "securityContext": confined,
@@ -249,7 +258,7 @@ fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
 /// What copies the agent into a pod.
 fn carrier(config: &KubernetesConfig) -> Value {
     json!({
-        "name": "agent",
+        "name": CARRIER,
         "image": config.agent_image,
         "command": ["/torpor-agent", "--install", FOLDER],
         "resources": {
@@ -286,7 +295,7 @@ fn volumes(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> (Ve
         let (claim, path) = claim_of(&volume.source);
         let at = claims.iter().position(|one| *one == claim).unwrap_or_default();
         let mut mount = json!({
-            "name": format!("claim-{at}"), "mountPath": volume.target, "readOnly": volume.read_only,
+            "name": format!("claim-{at}"), "mountPath": plain_path(&volume.target), "readOnly": volume.read_only,
         });
         if let Some(path) = path {
             mount["subPath"] = json!(path);
