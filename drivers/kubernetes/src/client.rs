@@ -33,14 +33,17 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 pub(crate) const PAGE_LIMIT: Duration = Duration::from_secs(120);
 /// Requests at once of each lane.
 const FAST: usize = 48;
+const LOOK: usize = 16;
 const CREATE: usize = 16;
 const LIST: usize = 2;
 
 /// Requests wait among their own kind only: what ends or wakes a sandbox never stands behind creations and lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lane {
-    /// Suspend, resume, delete, and looks.
+    /// Suspend, resume, delete.
     Fast,
+    /// Looks that no verb stands behind, the opening of watches, and logs.
+    Look,
     Create,
     List,
 }
@@ -60,6 +63,10 @@ pub(crate) enum ApiError {
         "agent-sandbox is not installed in the cluster: it serves no version of {GROUP}; install its release manifests"
     )]
     Absent,
+    #[error(
+        "what answers at {url} is no API server of a cluster: it knows neither {GROUP} nor the core API; look at `kubeconfig` under [kubernetes], and at what stands before the cluster"
+    )]
+    NoCluster { url: String },
 }
 
 /// An error with everything under it, in one line.
@@ -121,6 +128,10 @@ impl ApiError {
         self.code() == 409 && self.reason() != "AlreadyExists"
     }
 
+    pub(crate) fn is_forbidden(&self) -> bool {
+        self.code() == 403
+    }
+
     pub(crate) fn is_expired(&self) -> bool {
         self.code() == 410
     }
@@ -128,7 +139,7 @@ impl ApiError {
     /// The API server is down, on its way up or down, overloaded, or hangs.
     pub(crate) fn is_absence(&self) -> bool {
         match self {
-            Self::Silent { .. } | Self::Unreachable { .. } => true,
+            Self::Silent { .. } | Self::Unreachable { .. } | Self::NoCluster { .. } => true,
             Self::Refused { status, .. } => matches!(status.code, 429 | 500 | 502..=504),
             Self::Garbled { .. } | Self::Absent => false,
         }
@@ -147,10 +158,15 @@ impl From<ApiError> for DriverError {
             ApiError::Refused { status, .. } if matches!(status.code, 400 | 422) => {
                 Self::Invalid(error.to_string())
             }
-            ApiError::Refused { status, .. } if matches!(status.code, 401 | 403) => Self::backend(
-                "the gateway's service account may not do this; `torpor doctor --driver kubernetes` says what is missing",
-                error,
-            ),
+            // As the API server words a missing right. Others that forbid are webhooks, quotas, and namespaces that end.
+            ApiError::Refused { status, .. }
+                if status.code == 401 || (status.code == 403 && status.message.contains(" cannot ")) =>
+            {
+                Self::backend(
+                    "the gateway's service account may not do this; `torpor doctor --driver kubernetes` says what is missing",
+                    error,
+                )
+            }
             _ => Self::backend("ask the cluster", error),
         }
     }
@@ -204,6 +220,7 @@ pub(crate) struct Cluster {
     pub(crate) namespace: String,
     found: RwLock<Option<Found>>,
     fast: Semaphore,
+    look: Semaphore,
     create: Semaphore,
     list: Semaphore,
 }
@@ -244,6 +261,7 @@ impl Cluster {
             namespace,
             found: RwLock::default(),
             fast: Semaphore::new(FAST),
+            look: Semaphore::new(LOOK),
             create: Semaphore::new(CREATE),
             list: Semaphore::new(LIST),
         })
@@ -275,7 +293,13 @@ impl Cluster {
                 let all = group["versions"].as_array().into_iter().flatten();
                 Ok(all.filter_map(|v| v["version"].as_str().map(str::to_owned)).collect())
             }
-            Err(error) if error.code() == 404 => Ok(Vec::new()),
+            // A proxy that answers for a cluster that is away, or a wrong path, has none of the others either.
+            Err(error) if error.code() == 404 => match self.raw::<Value>(Lane::Fast, "/api/v1").await {
+                Err(error) if error.code() == 404 => Err(ApiError::NoCluster { url: self.url.clone() }),
+                Err(error) if error.is_absence() => Err(error),
+                // Also one that hides it.
+                _ => Ok(Vec::new()),
+            },
             Err(error) => Err(error),
         }
     }
@@ -336,6 +360,7 @@ impl Cluster {
     ) -> Result<T, ApiError> {
         let lane = match lane {
             Lane::Fast => &self.fast,
+            Lane::Look => &self.look,
             Lane::Create => &self.create,
             Lane::List => &self.list,
         };

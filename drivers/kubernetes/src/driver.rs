@@ -15,6 +15,7 @@ use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DriverError, Facts, ImageCare, Keep, Observed, Run, SandboxId,
     SandboxSpec, Stopped,
     driver::{HostFacts, Word, word_of},
+    spec::plain_path,
 };
 
 use crate::{
@@ -24,18 +25,22 @@ use crate::{
     live, manifest, passed,
     store::Store,
     types::{Pod, Sandbox, name},
+    wait::Waits,
 };
 
 /// Hints that nobody has read yet; more are dropped, oldest first.
 const HINTS: usize = 65_536;
 /// The end of a pod's log that is asked for, bytes at most.
 const LOG_LIMIT: usize = 64 << 10;
+/// A node that is lost answers for none of its pods, and nobody's stop may wait for a log.
+const LOG_WAIT: Duration = Duration::from_secs(5);
 
-/// Pods of a sandbox that failed by themselves, one after the other.
-#[derive(Clone, Copy, Debug)]
+/// Pods of a sandbox that their nodes ended, one after the other.
+#[derive(Clone, Debug)]
 pub(crate) struct Failures {
     pub(crate) count: u32,
-    pub(crate) run: Run,
+    /// The last one.
+    pub(crate) pod: String,
     pub(crate) last: Instant,
 }
 
@@ -49,6 +54,7 @@ pub(crate) struct Inner {
     pub(crate) hints: broadcast::Sender<SandboxId>,
     pub(crate) live: live::Map,
     pub(crate) failures: Mutex<HashMap<SandboxId, Failures>>,
+    pub(crate) waits: Waits,
     pub(crate) turns: Turns,
 }
 
@@ -73,8 +79,9 @@ impl KubernetesDriver {
     ///
     /// # Errors
     /// A value of the configuration that can't work, no cluster that is named, or a file that can't be read or made.
-    pub async fn new(config: KubernetesConfig) -> Result<Arc<Self>, ConfigError> {
+    pub async fn new(mut config: KubernetesConfig) -> Result<Arc<Self>, ConfigError> {
         config.validate()?;
+        config.mount_path = plain_path(&config.mount_path);
         let cluster = Cluster::open(&config).await?;
         let store = Store::open(&config.state_dir)?;
         let (hints, _) = broadcast::channel(HINTS);
@@ -86,6 +93,7 @@ impl KubernetesDriver {
             hints,
             live: live::Map::default(),
             failures: Mutex::default(),
+            waits: Waits::default(),
             turns: Turns::default(),
         });
         let mut tasks = cache::watch_all(&inner);
@@ -95,7 +103,7 @@ impl KubernetesDriver {
 
     /// How many sandboxes the watches have told of, when all of them are open: for measurements.
     pub fn watched(&self) -> Option<usize> {
-        self.inner.cache.is_live().then(|| self.inner.cache.len())
+        self.inner.cache.is_all_live().then(|| self.inner.cache.len())
     }
 }
 
@@ -130,11 +138,19 @@ impl Inner {
 
     /// The Sandbox object as it is now; none when there is none that is ours.
     pub(crate) async fn get_sandbox(&self, id: &SandboxId) -> Result<Option<Sandbox>, ApiError> {
+        self.get_sandbox_in(Lane::Fast, id).await
+    }
+
+    pub(crate) async fn get_sandbox_in(
+        &self,
+        lane: Lane,
+        id: &SandboxId,
+    ) -> Result<Option<Sandbox>, ApiError> {
         let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
         let object = name(id);
         let what = format!("get the sandbox {object}");
         let before = self.cache.view(id).sandbox.map(|seen| seen.version);
-        let found = self.cluster.on_sandboxes(Lane::Fast, &namespace, &what, |api| {
+        let found = self.cluster.on_sandboxes(lane, &namespace, &what, |api| {
             let object = object.clone();
             async move { api.get(&object).await }
         });
@@ -152,11 +168,15 @@ impl Inner {
 
     /// The pod of its name, whosever it is.
     pub(crate) async fn get_pod(&self, id: &SandboxId) -> Result<Option<Pod>, ApiError> {
+        self.get_pod_in(Lane::Fast, id).await
+    }
+
+    pub(crate) async fn get_pod_in(&self, lane: Lane, id: &SandboxId) -> Result<Option<Pod>, ApiError> {
         let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
         let (api, object) = (self.cluster.pods(&namespace), name(id));
         let what = format!("get the pod {object}");
         let before = self.cache.view(id).pod.map(|seen| seen.version);
-        let found = if_there(self.cluster.call(Lane::Fast, LIMIT, &what, api.get(&object)).await)?;
+        let found = if_there(self.cluster.call(lane, LIMIT, &what, api.get(&object)).await)?;
         if let (None, Some(version)) = (&found, before) {
             self.saw(id, &namespace, News::NoPod(version));
         }
@@ -310,7 +330,8 @@ impl Inner {
             ..Default::default()
         };
         let object = name(id);
-        let log = self.cluster.call(Lane::Fast, LIMIT, "read a pod's log", api.logs(&object, &params)).await;
+        let log =
+            self.cluster.call(Lane::Look, LOG_WAIT, "read a pod's log", api.logs(&object, &params)).await;
         let log = log.unwrap_or_default().into_bytes();
         log[log.len().saturating_sub(bytes)..].to_vec()
     }

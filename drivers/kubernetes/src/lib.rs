@@ -19,11 +19,13 @@ mod link;
 mod live;
 mod manifest;
 mod observe;
+mod orphan;
 mod passed;
 mod start;
 mod stop;
 mod store;
 mod types;
+mod wait;
 
 pub use config::{ConfigError, KubernetesConfig};
 pub use doctor::{diagnose, rights};
