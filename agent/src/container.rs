@@ -17,7 +17,7 @@ use crate::{agent::Agent, boot::say, shutdown};
 /// somebody asked the engine to stop the container, and that it did not fail.
 pub const TOLD: u8 = 143;
 /// For processes to end and files to be written when the engine says stop: engines kill 10 s after it.
-const STOP_GRACE: Duration = Duration::from_secs(6);
+pub const STOP_GRACE: Duration = Duration::from_secs(6);
 /// File systems that hold nothing to be written.
 const VOLATILE: &[&str] =
     &["proc", "sysfs", "tmpfs", "devpts", "devtmpfs", "mqueue", "cgroup", "cgroup2", "nsfs", "ramfs"];
@@ -29,18 +29,18 @@ pub fn prepare() {
     }
 }
 
-/// Waits for the engine's TERM, then ends every process and brings the files to rest.
+/// Waits for the engine's TERM, then ends every process within the grace and brings the files to rest.
 ///
 /// # Errors
 /// When signals can't be waited for.
-pub async fn end_when_told(agent: &Agent) -> io::Result<()> {
+pub async fn end_when_told(agent: &Agent, grace: Duration) -> io::Result<()> {
     let mut term = signal(SignalKind::terminate())?;
     if term.recv().await.is_none() {
         return Err(io::Error::other("signals can't be waited for any more"));
     }
     let _turn = agent.turn.lock().await;
     agent.state().ending = true;
-    let (flushed, detail) = shutdown::quiesce(agent, STOP_GRACE).await;
+    let (flushed, detail) = shutdown::quiesce(agent, grace).await;
     if !flushed {
         say(detail);
     }

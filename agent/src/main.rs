@@ -108,7 +108,7 @@ fn container(path: &Path) -> io::Result<ExitCode> {
         say(format_args!("{} ready to dial {}", env!("CARGO_PKG_VERSION"), path.display()));
         tokio::select! {
             () = serve::dial(agent.clone(), path) => {}
-            ended = container::end_when_told(&agent) => ended?,
+            ended = container::end_when_told(&agent, container::STOP_GRACE) => ended?,
         }
         Ok(ExitCode::from(container::TOLD))
     })
@@ -130,7 +130,7 @@ fn in_pod(path: &Path) -> io::Result<ExitCode> {
         say(format_args!("{} ready on {}", env!("CARGO_PKG_VERSION"), path.display()));
         tokio::select! {
             served = serve::unix(agent.clone(), path) => served?,
-            ended = container::end_when_told(&agent) => ended?,
+            ended = container::end_when_told(&agent, pod::grace()) => ended?,
         }
         Ok(ExitCode::from(container::TOLD))
     })

@@ -15,16 +15,23 @@ use std::{
     },
     path::Path,
     thread,
+    time::Duration,
 };
 
 use nix::unistd::Pid;
+
+use crate::container::STOP_GRACE;
 
 /// The flag of the program that connects.
 pub const CONNECT: &str = "--connect";
 /// Carried at once, bytes.
 const PIECE: usize = 64 << 10;
 /// What clusters and engines set themselves: it is about the first process, which is the agent.
-const NOT_THE_IMAGES: [&str; 4] = ["HOSTNAME", "HOME", "TERM", "container"];
+const NOT_THE_IMAGES: [&str; 5] = ["HOSTNAME", "HOME", "TERM", "container", GRACE];
+/// The pod's grace in seconds, as the driver tells it: the kubelet kills so long after its TERM.
+const GRACE: &str = "TORPOR_GRACE_SECONDS";
+/// What of it is used, so that files are written out before.
+const SHARE: f64 = 0.8;
 
 /// Connects standard input and output with the socket, until it closes.
 ///
@@ -68,6 +75,16 @@ pub fn install(folder: &Path) -> io::Result<()> {
     fs::rename(new, place)
 }
 
+/// How long the end of a pod may take when the kubelet asks for it: a drain, an eviction.
+pub fn grace() -> Duration {
+    grace_of(std::env::var(GRACE).ok().as_deref())
+}
+
+fn grace_of(said: Option<&str>) -> Duration {
+    let seconds = said.and_then(|text| text.parse::<u32>().ok());
+    seconds.map_or(STOP_GRACE, |seconds| Duration::from_secs(u64::from(seconds)).mul_f64(SHARE))
+}
+
 /// What the image sets for its programs. A cluster gives it to the first process, and tells it nobody else.
 pub fn image_environment() -> HashMap<String, String> {
     let all = std::env::vars_os()
@@ -97,7 +114,13 @@ mod tests {
     #[test]
     fn only_what_the_image_sets_is_passed_on() {
         assert!(["PATH", "LANG", "JAVA_HOME"].into_iter().all(is_the_images));
-        assert!(!["HOSTNAME", "HOME", "KUBERNETES_SERVICE_HOST", ""].into_iter().any(is_the_images));
+        assert!(!["HOSTNAME", "HOME", "KUBERNETES_SERVICE_HOST", GRACE, ""].into_iter().any(is_the_images));
+    }
+
+    #[test]
+    fn a_pods_grace_is_its_own_and_what_says_nothing_has_that_of_an_engine() {
+        assert_eq!(grace_of(Some("40")), Duration::from_secs(32));
+        assert_eq!([None, Some(""), Some("-1"), Some("x")].map(grace_of), [STOP_GRACE; 4]);
     }
 
     #[test]

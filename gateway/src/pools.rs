@@ -66,7 +66,7 @@ pub struct Load {
     /// Those that wait for something of the host.
     pub hungry: usize,
     /// By kind of verb.
-    pub pools: [PoolLoad; 3],
+    pub pools: [PoolLoad; 4],
 }
 
 /// A call of a driver under way: counted as dropped unless its end is told.

@@ -47,6 +47,8 @@ const START_ATTEMPTS: u32 = 5;
 const START_PATIENCE: Duration = Duration::from_secs(60);
 /// Starts at once, per host CPU.
 const BOOTS_PER_CPU: usize = 4;
+/// Starts at once of what is not of this host: they wait for others.
+const REMOTE_BOOTS: usize = 256;
 /// Stops at once.
 const STOPS: usize = 256;
 /// Creates and deletes at once.
@@ -77,6 +79,7 @@ pub struct Reconciler {
     /// Those that wait for something of the host.
     hungry: Mutex<HashSet<SandboxId>>,
     boots: Pool,
+    remote_boots: Pool,
     stops: Pool,
     others: Pool,
     /// What drivers were asked for.
@@ -150,6 +153,7 @@ impl Reconciler {
             workers: Mutex::default(),
             hungry: Mutex::default(),
             boots: Pool::new("start", cpus * BOOTS_PER_CPU),
+            remote_boots: Pool::new("start_remote", REMOTE_BOOTS),
             stops: Pool::new("stop", STOPS),
             others: Pool::new("other", OTHERS),
             driver_calls: DriverCalls::default(),
@@ -163,7 +167,7 @@ impl Reconciler {
         Load {
             active: locked(&self.workers).len(),
             hungry: locked(&self.hungry).len(),
-            pools: [self.boots.load(), self.stops.load(), self.others.load()],
+            pools: [&self.boots, &self.remote_boots, &self.stops, &self.others].map(Pool::load),
         }
     }
 
@@ -509,7 +513,7 @@ impl Reconciler {
         // While it waits for its turn a worker is small.
         let mut place = Box::pin(async {
             self.past_operations(record, &verb).await;
-            self.pool(&verb).place().await
+            self.pool(&verb, driver).place().await
         });
         let permit = loop {
             tokio::select! {
@@ -582,9 +586,10 @@ impl Reconciler {
     }
 
     /// How many verbs of a kind are done at once.
-    fn pool(&self, verb: &Step) -> &Pool {
+    fn pool(&self, verb: &Step, driver: &dyn ComputeDriver) -> &Pool {
         match verb {
-            Step::Start(_) => &self.boots,
+            Step::Start(_) if driver.is_of_this_host() => &self.boots,
+            Step::Start(_) => &self.remote_boots,
             // Stops wait for guests, which may take their time: they have places of their own.
             Step::Stop(_) => &self.stops,
             _ => &self.others,
@@ -700,7 +705,11 @@ impl Reconciler {
             if !exhausted && matches!(verb, Step::Start(_) | Step::Create) {
                 backoff.not_before = Some((record.state.run, Instant::now() + delay));
             }
-            tracing::warn!(%id, verb = step_name(verb), reason, error = message, ?delay, "failed, will be tried again");
+            if matches!(error, DriverError::Pending(_)) {
+                tracing::info!(%id, verb = step_name(verb), message, ?delay, "is waited for");
+            } else {
+                tracing::warn!(%id, verb = step_name(verb), reason, error = message, ?delay, "failed, will be tried again");
+            }
             return Turn::Later(delay);
         }
         let console = match error {

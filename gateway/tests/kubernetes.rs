@@ -345,6 +345,82 @@ async fn drains_are_mended_and_memory_and_a_missing_kind_are_refused() {
     until(&channel, &[Some(Phase::Suspended)], "suspend").await.unwrap();
 }
 
+/// Looks until a sandbox is so.
+async fn see(
+    client: &mut SandboxesClient<Channel>,
+    name: &str,
+    what: &str,
+    test: impl Fn(&v1::Sandbox, &v1::SandboxStatus) -> bool,
+) -> v1::SandboxStatus {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let found = client.get(v1::GetSandboxRequest { sandbox: name.into() }).await.unwrap().into_inner();
+        let status = found.status.clone().unwrap_or_default();
+        if test(&found, &status) {
+            return status;
+        }
+        assert!(Instant::now() < end, "{what}: {status:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// What becomes of a pod is the sandbox's failure only where it is its own.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_that_is_drained_goes_on_and_a_pod_that_fails_goes_by_the_policy() {
+    let mut host = Host::new(Generation::Stable).await;
+    host.cluster.behave(|b| b.stuck = Some(""));
+    host.gateway.start(None);
+    let channel = host.gateway.connect().await.unwrap();
+    let mut client = SandboxesClient::new(channel.clone());
+    ask(&channel, 0).await.unwrap();
+    let mut last = serde_json::Value::Null;
+    for _ in 0..3 {
+        let end = Instant::now() + PATIENCE;
+        let pod = loop {
+            let pod = host.cluster.names("pods").pop().and_then(|name| {
+                let pod = host.cluster.object("pods", &name)?;
+                let up = pod["status"]["containerStatuses"].is_array() && pod["metadata"]["uid"] != last;
+                up.then(|| (name, pod["metadata"]["uid"].clone()))
+            });
+            if let Some((name, uid)) = pod {
+                last = uid;
+                break name;
+            }
+            assert!(Instant::now() < end, "no other pod came:\n{}", host.gateway.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        };
+        assert!(host.cluster.delete("pods", &pod));
+    }
+    let retrying = |status: &v1::SandboxStatus, reason: &str| {
+        status.conditions.iter().any(|one| one.r#type == "Retrying" && one.reason == reason)
+    };
+    see(&mut client, "a", "what it waits for is told", |_, status| retrying(status, "PENDING")).await;
+    host.cluster.behave(|b| b.stuck = None);
+    let status = see(&mut client, "a", "it comes up", |found, _| phase(found) == Phase::Ready).await;
+    assert!(status.restart_count == 0 && status.failure.is_none(), "{status:?}");
+
+    let pod = host.cluster.names("pods").pop().unwrap();
+    host.cluster.kill_pod(&pod);
+    let status = see(&mut client, "a", "never", |found, _| phase(found) == Phase::Error).await;
+    let failure = status.failure.unwrap();
+    assert!(failure.reason == "COMPUTE_LOST" && failure.message.contains("code 137"), "{failure:?}");
+    ask(&channel, 2).await.unwrap();
+    see(&mut client, "a", "resumed", |found, _| phase(found) == Phase::Ready).await;
+
+    let restart_policy = v1::RestartPolicy::OnFailure.into();
+    let spec = v1::SandboxSpec { image: "tiny:1".into(), restart_policy, ..Default::default() };
+    client
+        .create(v1::CreateSandboxRequest { spec: Some(spec), wait: true, ..common::create("b") })
+        .await
+        .unwrap();
+    let of = client.get(v1::GetSandboxRequest { sandbox: "b".into() }).await.unwrap().into_inner();
+    host.cluster.kill_pod(&format!("torpor-{}", of.id));
+    let again = |found: &v1::Sandbox, status: &v1::SandboxStatus| {
+        phase(found) == Phase::Ready && status.restart_count == 1
+    };
+    see(&mut client, "b", "started again, and counted", again).await;
+}
+
 fn said(pairs: &[(&str, &str)]) -> Option<prost_types::Struct> {
     use prost_types::{Struct, Value, value::Kind};
     let value = |text: &str| match text.split_once('=') {

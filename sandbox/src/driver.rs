@@ -60,7 +60,8 @@ pub trait ComputeDriver: Send + Sync + 'static {
         false
     }
 
-    /// Whether sandboxes use this host's memory and CPUs, so that none can be larger than it.
+    /// Whether sandboxes use this host's memory and CPUs, so that none can be larger than it, and so many start at once as it
+    /// has CPUs for.
     fn is_of_this_host(&self) -> bool {
         true
     }
@@ -223,6 +224,14 @@ pub enum DriverError {
     /// The backend can't be reached now: it is down or restarts. The sandbox waits until it is back.
     #[error("the backend can't be reached: {0}")]
     Unreachable(String),
+    /// The backend is still about to bring it up (a pod whose image is being pulled): the start is asked for again until it
+    /// is there.
+    #[error("not up yet: {0}")]
+    Pending(String),
+    /// What it ran under ended or was told to end it while it came up (a node that is drained), and nothing runs any more or
+    /// is about to end: no fault of its own, so it is started again.
+    #[error("interrupted while it came up: {0}")]
+    Interrupted(String),
     /// Whoever watched an operation ended it.
     #[error("{0} was cancelled")]
     Cancelled(&'static str),
@@ -274,6 +283,8 @@ impl DriverError {
             Self::NoSpace(_) => "NO_SPACE",
             Self::MountMissing(_) => "MOUNT_MISSING",
             Self::Unreachable(_) => "BACKEND_UNREACHABLE",
+            Self::Pending(_) => "PENDING",
+            Self::Interrupted(_) => "INTERRUPTED",
             Self::Cancelled(_) => "CANCELLED",
             Self::Unsupported(_) => "UNSUPPORTED",
             Self::Invalid(_) => "INVALID",
@@ -287,9 +298,17 @@ impl DriverError {
         self.waits_for_host() || matches!(self, Self::Backend { .. })
     }
 
-    /// Whether it is the host or the backend that lacks something: to be waited for, however long it takes.
+    /// Whether it is the host or the backend that lacks something or has not come so far: to be waited for, however long it
+    /// takes.
     pub fn waits_for_host(&self) -> bool {
-        matches!(self, Self::Exhausted(_) | Self::NoSpace(_) | Self::Unreachable(_))
+        matches!(
+            self,
+            Self::Exhausted(_)
+                | Self::NoSpace(_)
+                | Self::Unreachable(_)
+                | Self::Pending(_)
+                | Self::Interrupted(_)
+        )
     }
 }
 

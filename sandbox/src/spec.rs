@@ -138,6 +138,14 @@ pub struct Volume {
     pub read_only: bool,
 }
 
+/// A path as it is without doubled and trailing slashes and without "." parts: two that lead to the same place by their
+/// words are the same text. What begins without a slash, and "..", stays.
+pub fn plain_path(path: &str) -> String {
+    let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty() && *part != ".").collect();
+    let root = if path.starts_with('/') { "/" } else { "" };
+    format!("{root}{}", parts.join("/"))
+}
+
 impl Volume {
     /// Whether it is a folder or file of the host, and not a volume by name.
     pub fn is_bind(&self) -> bool {
@@ -163,10 +171,7 @@ impl Volume {
                 format!("'{}' is neither an absolute path nor the name of a volume", quoted(&self.source)),
             );
         }
-        if !self.target.starts_with('/')
-            || !clean(&self.target)
-            || self.target.trim_end_matches('/').is_empty()
-        {
+        if !self.target.starts_with('/') || !clean(&self.target) || plain_path(&self.target) == "/" {
             return wrong(
                 "volumes",
                 format!("'{}' is no absolute path below the sandbox's root", quoted(&self.target)),
@@ -351,6 +356,11 @@ impl SandboxSpec {
             );
         }
         self.volumes.iter().try_for_each(Volume::validate)?;
+        let mut targets: Vec<String> = self.volumes.iter().map(|one| plain_path(&one.target)).collect();
+        targets.sort_unstable();
+        if let Some(twice) = targets.windows(2).find(|pair| pair[0] == pair[1]) {
+            return wrong("volumes", format!("two of them lead to '{}'", twice[0].escape_debug()));
+        }
         if self.endpoints.len() > MAX_ENDPOINTS {
             let problem = format!("{} endpoints; at most {MAX_ENDPOINTS} are possible", self.endpoints.len());
             return wrong("endpoints", problem);
@@ -607,9 +617,25 @@ pub(crate) mod tests {
             ("a", "b"),
             ("a", "/"),
             ("a", "/b/.."),
+            ("a", "/./"),
         ] {
             assert!(!of(source, target), "{source} at {target}");
         }
+    }
+
+    #[test]
+    fn two_volumes_lead_to_two_places_however_these_are_written() {
+        let of = |targets: [&str; 2]| {
+            let volume =
+                |target: &str| Volume { source: "a".into(), target: target.into(), read_only: false };
+            SandboxSpec { volumes: targets.map(volume).to_vec(), ..spec() }.validate(HOST)
+        };
+        of(["/data", "/data/cache"]).unwrap();
+        for (one, other) in [("/a", "/a"), ("/a/", "/a"), ("//a", "/a"), ("/a/./b", "/a/b/")] {
+            let refused = of([one, other]).unwrap_err().to_string();
+            assert!(refused.starts_with("volumes: ") && refused.contains("two of them"), "{refused}");
+        }
+        assert_eq!(["//a//b/.", "/", "a/"].map(plain_path), ["/a/b", "/", "a"]);
     }
 
     #[test]

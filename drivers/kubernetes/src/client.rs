@@ -36,6 +36,7 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 pub(crate) const PAGE_LIMIT: Duration = Duration::from_secs(120);
 /// Requests at once of each lane.
 const FAST: usize = 48;
+const LOOK: usize = 16;
 const CREATE: usize = 16;
 const LIST: usize = 2;
 /// Execs that are being opened.
@@ -44,8 +45,10 @@ const EXEC: usize = 32;
 /// Requests wait among their own kind only: what ends or wakes a sandbox never stands behind creations and lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lane {
-    /// Suspend, resume, delete, and looks.
+    /// Suspend, resume, delete.
     Fast,
+    /// Looks that no verb stands behind, the opening of watches, and logs.
+    Look,
     Create,
     List,
 }
@@ -65,6 +68,10 @@ pub(crate) enum ApiError {
         "agent-sandbox is not installed in the cluster: it serves no version of {GROUP}; install its release manifests"
     )]
     Absent,
+    #[error(
+        "what answers at {url} is no API server of a cluster: it knows neither {GROUP} nor the core API; look at `kubeconfig` under [kubernetes], and at what stands before the cluster"
+    )]
+    NoCluster { url: String },
 }
 
 /// An error with everything under it, in one line.
@@ -126,6 +133,10 @@ impl ApiError {
         self.code() == 409 && self.reason() != "AlreadyExists"
     }
 
+    pub(crate) fn is_forbidden(&self) -> bool {
+        self.code() == 403
+    }
+
     pub(crate) fn is_expired(&self) -> bool {
         self.code() == 410
     }
@@ -133,7 +144,7 @@ impl ApiError {
     /// The API server is down, on its way up or down, overloaded, or hangs.
     pub(crate) fn is_absence(&self) -> bool {
         match self {
-            Self::Silent { .. } | Self::Unreachable { .. } => true,
+            Self::Silent { .. } | Self::Unreachable { .. } | Self::NoCluster { .. } => true,
             Self::Refused { status, .. } => matches!(status.code, 429 | 500 | 502..=504),
             Self::Garbled { .. } | Self::Absent => false,
         }
@@ -152,10 +163,15 @@ impl From<ApiError> for DriverError {
             ApiError::Refused { status, .. } if matches!(status.code, 400 | 422) => {
                 Self::Invalid(error.to_string())
             }
-            ApiError::Refused { status, .. } if matches!(status.code, 401 | 403) => Self::backend(
-                "the gateway's service account may not do this; `torpor doctor --driver kubernetes` says what is missing",
-                error,
-            ),
+            // As the API server words a missing right. Others that forbid are webhooks, quotas, and namespaces that end.
+            ApiError::Refused { status, .. }
+                if status.code == 401 || (status.code == 403 && status.message.contains(" cannot ")) =>
+            {
+                Self::backend(
+                    "the gateway's service account may not do this; `torpor doctor --driver kubernetes` says what is missing",
+                    error,
+                )
+            }
             _ => Self::backend("ask the cluster", error),
         }
     }
@@ -210,6 +226,7 @@ pub(crate) struct Cluster {
     found: RwLock<Option<Found>>,
     id: OnceCell<Option<String>>,
     fast: Semaphore,
+    look: Semaphore,
     create: Semaphore,
     list: Semaphore,
     pub(crate) exec: Semaphore,
@@ -252,6 +269,7 @@ impl Cluster {
             found: RwLock::default(),
             id: OnceCell::new(),
             fast: Semaphore::new(FAST),
+            look: Semaphore::new(LOOK),
             create: Semaphore::new(CREATE),
             list: Semaphore::new(LIST),
             exec: Semaphore::new(EXEC),
@@ -296,7 +314,13 @@ impl Cluster {
                 let all = group["versions"].as_array().into_iter().flatten();
                 Ok(all.filter_map(|v| v["version"].as_str().map(str::to_owned)).collect())
             }
-            Err(error) if error.code() == 404 => Ok(Vec::new()),
+            // A proxy that answers for a cluster that is away, or a wrong path, has none of the others either.
+            Err(error) if error.code() == 404 => match self.raw::<Value>(Lane::Fast, "/api/v1").await {
+                Err(error) if error.code() == 404 => Err(ApiError::NoCluster { url: self.url.clone() }),
+                Err(error) if error.is_absence() => Err(error),
+                // Also one that hides it.
+                _ => Ok(Vec::new()),
+            },
             Err(error) => Err(error),
         }
     }
@@ -357,6 +381,7 @@ impl Cluster {
     ) -> Result<T, ApiError> {
         let lane = match lane {
             Lane::Fast => &self.fast,
+            Lane::Look => &self.look,
             Lane::Create => &self.create,
             Lane::List => &self.list,
         };

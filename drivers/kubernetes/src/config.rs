@@ -7,6 +7,7 @@ use std::{
 };
 
 use serde_json::{Map, Value};
+use torpor_sandbox::spec::plain_path;
 
 use crate::passed::{self, PASSED};
 
@@ -66,8 +67,11 @@ pub struct KubernetesConfig {
     pub dial_pause: Duration,
     /// A connection to an agent that nobody has used for so long is let go: by exec, each is one of the API server's.
     pub idle: Duration,
-    /// How long a pod may take from its start to an agent that answers.
+    /// How long a pod may take from its container's run to an agent that answers, and the controller to say anything.
     pub start_timeout: Duration,
+    /// How long an image that can't be pulled, or a container that can't be made, is tried again by the pod's node before
+    /// that is the sandbox's failure. One that was never asked for again after a hiccup of a registry would be one too few.
+    pub patience: Duration,
     /// How long a pod may take to be gone after its grace has run out.
     pub stop_margin: Duration,
     /// How often what the watches have told is compared with all that there is.
@@ -100,6 +104,7 @@ impl KubernetesConfig {
             dial_pause: Duration::from_secs(30),
             idle: Duration::from_secs(90),
             start_timeout: Duration::from_secs(120),
+            patience: Duration::from_secs(90),
             stop_margin: Duration::from_secs(30),
             compare_every: Duration::from_secs(300),
         }
@@ -115,15 +120,17 @@ impl KubernetesConfig {
         if !self.state_dir.is_absolute() {
             return wrong("state_dir", format!("'{}' is not an absolute path", self.state_dir.display()));
         }
-        if self.agent_image.trim().is_empty() {
+        let image = &self.agent_image;
+        if image.is_empty() || image.contains(|c: char| !c.is_ascii_graphic()) || image.starts_with('-') {
             return wrong(
                 "agent_image",
-                "an image with the static agent as /torpor-agent is needed".to_owned(),
+                "the name of an image with the static agent as /torpor-agent is needed".to_owned(),
             );
         }
         let path = &self.mount_path;
-        let clean = path.starts_with('/') && path.len() > 1 && !path.split('/').any(|part| part == "..");
-        if !clean || path.contains(':') || path.starts_with("/.torpor") {
+        let plain = plain_path(path);
+        let clean = path.starts_with('/') && plain != "/" && !path.split('/').any(|part| part == "..");
+        if !clean || path.contains(':') || plain.starts_with("/.torpor") {
             return wrong("mount_path", format!("'{}' is no folder below the root", path.escape_debug()));
         }
         if self.agent_port < 1024 {
@@ -137,6 +144,26 @@ impl KubernetesConfig {
                 let problem = format!("'{}' is not the name of a namespace", namespace.escape_debug());
                 return wrong("namespace", problem);
             }
+        }
+        for workspace in self.namespaces.keys() {
+            if !is_label(workspace) {
+                let problem = format!("'{}' is not the name of a workspace", workspace.escape_debug());
+                return wrong("namespaces", problem);
+            }
+        }
+        let names = [
+            ("storage_class", &self.storage_class),
+            ("runtime_class", &self.runtime_class),
+            ("service_account", &self.service_account),
+        ];
+        for (key, name) in names {
+            if let Some(name) = name.as_ref().filter(|name| !is_subdomain(name)) {
+                return wrong(key, format!("'{}' is no name: a-z, 0-9, '-' and '.'", name.escape_debug()));
+            }
+        }
+        let selector = self.node_selector.iter().map(|(key, value)| (key.clone(), value.clone().into()));
+        if let Err(problem) = passed::well_formed("nodeSelector", &Value::Object(selector.collect())) {
+            return wrong("node_selector", problem);
         }
         if let Some(problem) = self.driver_config.iter().find_map(|text| passed::entry(text).err()) {
             return wrong("driver_config", problem);
@@ -163,6 +190,11 @@ pub(crate) fn is_label(text: &str) -> bool {
         && bytes.iter().all(|b| letter(b) || *b == b'-')
         && bytes.first().is_some_and(letter)
         && bytes.last().is_some_and(letter)
+}
+
+/// RFC 1123 subdomain, as names of most objects are.
+pub(crate) fn is_subdomain(text: &str) -> bool {
+    text.len() <= 253 && text.split('.').all(is_label)
 }
 
 /// Why the driver can't be made from its configuration.
@@ -238,7 +270,14 @@ mod tests {
     #[test]
     fn values_that_can_not_work_are_refused_by_their_key() {
         type Case = (&'static str, fn(&mut KubernetesConfig));
-        let cases: [Case; 11] = [
+        let cases: [Case; 18] = [
+            ("storage_class", |c| c.storage_class = Some("Fast".into())),
+            ("runtime_class", |c| c.runtime_class = Some("kata qemu".into())),
+            ("service_account", |c| c.service_account = Some("a/b".into())),
+            ("node_selector", |c| drop(c.node_selector.insert("disk".into(), "a b".into()))),
+            ("node_selector", |c| drop(c.node_selector.insert("-disk".into(), "ssd".into()))),
+            ("namespaces", |c| drop(c.namespaces.insert("Team A".into(), "team".into()))),
+            ("agent_image", |c| c.agent_image = "a b".into()),
             ("agent_port", |c| c.agent_port = 1023),
             ("agent_port", |c| c.agent_port = 0),
             ("driver_config", |c| c.driver_config = ["runtimeClassName=No!".to_owned()].into()),

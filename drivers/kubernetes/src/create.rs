@@ -19,10 +19,6 @@ use crate::{
     types::{Claim, Sandbox, claim_name, id_of, name},
 };
 
-/// How long a claim may take to be gone: nothing uses it any more.
-const CLAIM_GONE: Duration = Duration::from_secs(30);
-/// Pauses between two looks at a claim, which is not watched.
-const LOOK: Duration = Duration::from_millis(200);
 /// Tries at a deletion whose object is being replaced.
 const TRIES: usize = 5;
 
@@ -118,7 +114,7 @@ impl Inner {
         namespace: &str,
     ) -> Result<bool, DriverError> {
         let object_name = name(id);
-        if let Some(found) = self.find_sandbox(id).await? {
+        if let Some(found) = self.find_sandbox(Lane::Fast, id).await? {
             return self.ours_or_refuse(&found.metadata, id, &object_name);
         }
         let what = &format!("create the sandbox {object_name}");
@@ -134,7 +130,7 @@ impl Inner {
                 Ok(true)
             }
             // Of a try before whose answer was lost, or kube's own.
-            Err(error) if error.is_exists() => match self.find_sandbox(id).await? {
+            Err(error) if error.is_exists() => match self.find_sandbox(Lane::Fast, id).await? {
                 Some(found) => self.ours_or_refuse(&found.metadata, id, &object_name),
                 None => Err(error.into()),
             },
@@ -168,13 +164,22 @@ impl Inner {
         let had_sandbox = !matches!(self.cluster.served().await, Err(ApiError::Absent))
             && self.remove_sandbox(id, &namespace).await?;
         hit("kubernetes.delete.removed")?;
-        let had_claim = self.remove_claim(id, &namespace).await?;
+        // What belongs to others is never touched.
+        let (claims, ours) = (self.cluster.claims(&namespace), |meta: &ObjectMeta| self.is_ours(meta, id));
+        if let Some(found) = self.get_claim(&claims, &claim_name(id)).await?
+            && !self.is_ours(&found.metadata, id)
+        {
+            self.is_strangers(id, "pvc", &found.metadata, &namespace)?;
+        }
+        let mut had_claim = self.remove_claim(&claims, &claim_name(id), ours).await?;
+        had_claim |= self.remove_made_claims(id, &namespace).await?;
         hit("kubernetes.delete.unclaimed")?;
         if !had_sandbox && !had_claim {
             self.is_here(id).await?;
         }
         self.store.delete(id)?;
         self.failures.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(id);
+        self.waits.over(id);
         Ok(had_sandbox || had_claim)
     }
 
@@ -182,13 +187,17 @@ impl Inner {
         let object = name(id);
         let mut grace = Duration::from_secs(30);
         for attempt in 0.. {
-            let found = self.find_sandbox(id).await?;
+            let found = self.find_sandbox(Lane::Fast, id).await?;
             if let Some(found) = found.as_ref().filter(|found| !self.is_ours(&found.metadata, id)) {
                 self.is_strangers(id, "sandbox", &found.metadata, namespace)?;
             }
             let Some(found) = found.filter(|found| self.is_labelled(&found.metadata, id)) else {
-                if attempt == 0 && !self.has_pod(id) {
+                let pod = self.get_pod(id).await?.filter(|pod| self.is_labelled(&pod.metadata, id));
+                if attempt == 0 && pod.is_none() {
                     return Ok(false);
+                }
+                if pod.is_some() {
+                    self.take_orphan(id, "delete").await?;
                 }
                 break;
             };
@@ -224,10 +233,6 @@ impl Inner {
         Ok(true)
     }
 
-    fn has_pod(&self, id: &SandboxId) -> bool {
-        self.cache.view(id).pod.is_some()
-    }
-
     /// Waits until object and pod are gone, and sees it.
     async fn see_gone(&self, id: &SandboxId, limit: Duration) -> Result<(), DriverError> {
         let end = Instant::now() + limit;
@@ -249,45 +254,14 @@ impl Inner {
         }
     }
 
-    /// Removes the workspace's claim, if it is ours. What belongs to others is never touched.
-    async fn remove_claim(&self, id: &SandboxId, namespace: &str) -> Result<bool, DriverError> {
-        let (api, object) = (self.cluster.claims(namespace), claim_name(id));
-        let end = Instant::now() + CLAIM_GONE;
-        let mut asked = false;
-        loop {
-            let Some(found) = self.get_claim(&api, &object).await? else { return Ok(asked) };
-            if !self.is_ours(&found.metadata, id) {
-                self.is_strangers(id, "pvc", &found.metadata, namespace)?;
-                return Ok(asked);
-            }
-            if found.metadata.deletion_timestamp.is_none() {
-                let uid = found.metadata.uid.clone();
-                let preconditions = Some(Preconditions { uid, resource_version: None });
-                let params = DeleteParams { preconditions, ..DeleteParams::default() };
-                let what = format!("delete the claim {object}");
-                let done = self.cluster.call(Lane::Fast, LIMIT, &what, api.delete(&object, &params)).await;
-                match done {
-                    Ok(_) => {}
-                    Err(error) if error.is_not_found() || error.is_conflict() => {}
-                    Err(error) => return Err(error.into()),
-                }
-            } else if Instant::now() >= end {
-                let text = format!("the claim {object} is still in use");
-                return Err(DriverError::backend("delete", text));
-            } else {
-                tokio::time::sleep(LOOK).await;
-            }
-            asked = true;
-        }
-    }
-
     /// Every sandbox that has an object, a claim or a folder.
     pub(crate) async fn list(&self) -> Result<Vec<SandboxId>, DriverError> {
         let mut all: BTreeSet<SandboxId> = self.store.specs.list()?.into_iter().collect();
-        if self.cache.is_live() {
-            all.extend(self.cache.ids());
-        } else {
-            for namespace in self.namespaces() {
+        for namespace in self.namespaces() {
+            if self.cache.is_live(&namespace) {
+                // What the watches tell there is what there is.
+                all.extend(self.cache.ids_in(&namespace));
+            } else {
                 match self.cluster.sandboxes(&namespace).await {
                     Ok(api) => self.list_ids(&api, "sandboxes", &namespace, &mut all).await?,
                     Err(ApiError::Absent) => {}

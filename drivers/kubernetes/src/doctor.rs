@@ -23,7 +23,7 @@ use crate::{
 /// The rights without which sandboxes can't run: group, resource, subresource, verbs.
 const NEEDED: [(&str, &str, &str, &[&str]); 4] = [
     (GROUP, "sandboxes", "", &["get", "list", "watch", "create", "patch", "delete"]),
-    ("", "pods", "", &["get", "list", "watch"]),
+    ("", "pods", "", &["get", "list", "watch", "delete"]),
     ("", "persistentvolumeclaims", "", &["get", "list", "create", "delete"]),
     ("", "pods", "exec", &["get", "create"]),
 ];
@@ -73,6 +73,11 @@ pub async fn diagnose(config: &KubernetesConfig) -> Result<Vec<Finding>, ConfigE
     let named = each::named(config, "runtimeClassName").collect();
     all.push(class(&cluster, "runtime-class", runtime, config.runtime_class.as_deref(), named).await);
     all.push(agent_link(config));
+    if config.agent_volume {
+        let text = "whether nodes let programs of image volumes run is not looked at: Kubernetes up to 1.35 has them mounted noexec, and then no pod comes up";
+        let advice = "try one sandbox; set `agent_volume = false` under [kubernetes] when it ends with StartError or code 126";
+        all.push(Finding::new("agent-volume", Level::Warn, text.to_owned(), advice));
+    }
     all.push(agent_image(&config.agent_image));
     Ok(all)
 }

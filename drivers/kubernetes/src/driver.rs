@@ -19,6 +19,7 @@ use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DriverError, Facts, Field, ImageCare, Keep, Observed, Run,
     SandboxId, SandboxSpec, Stopped,
     driver::{HostFacts, Word, word_of},
+    spec::plain_path,
 };
 
 use crate::{
@@ -31,6 +32,7 @@ use crate::{
     trust::Trust,
     types::{Pod, Sandbox, name},
     update,
+    wait::Waits,
     way::ENROLLING,
 };
 
@@ -38,12 +40,15 @@ use crate::{
 const HINTS: usize = 65_536;
 /// The end of a pod's log that is asked for, bytes at most.
 const LOG_LIMIT: usize = 64 << 10;
+/// A node that is lost answers for none of its pods, and nobody's stop may wait for a log.
+const LOG_WAIT: Duration = Duration::from_secs(5);
 
-/// Pods of a sandbox that failed by themselves, one after the other.
-#[derive(Clone, Copy, Debug)]
+/// Pods of a sandbox that their nodes ended, one after the other.
+#[derive(Clone, Debug)]
 pub(crate) struct Failures {
     pub(crate) count: u32,
-    pub(crate) run: Run,
+    /// The last one.
+    pub(crate) pod: String,
     pub(crate) last: Instant,
 }
 
@@ -60,6 +65,7 @@ pub(crate) struct Inner {
     pub(crate) hints: broadcast::Sender<SandboxId>,
     pub(crate) live: live::Map,
     pub(crate) failures: Mutex<HashMap<SandboxId, Failures>>,
+    pub(crate) waits: Waits,
     pub(crate) turns: Turns,
 }
 
@@ -84,8 +90,9 @@ impl KubernetesDriver {
     ///
     /// # Errors
     /// A value of the configuration that can't work, no cluster that is named, or a file that can't be read or made.
-    pub async fn new(config: KubernetesConfig) -> Result<Arc<Self>, ConfigError> {
+    pub async fn new(mut config: KubernetesConfig) -> Result<Arc<Self>, ConfigError> {
         config.validate()?;
+        config.mount_path = plain_path(&config.mount_path);
         let cluster = Cluster::open(&config).await?;
         let store = Store::open(&config)?;
         let trust = match config.agent_link {
@@ -103,6 +110,7 @@ impl KubernetesDriver {
             hints,
             live: live::Map::default(),
             failures: Mutex::default(),
+            waits: Waits::default(),
             turns: Turns::default(),
         });
         inner.find_places()?;
@@ -118,7 +126,7 @@ impl KubernetesDriver {
 
     /// How many sandboxes the watches have told of, when all of them are open: for measurements.
     pub fn watched(&self) -> Option<usize> {
-        self.inner.cache.is_live().then(|| self.inner.cache.len())
+        self.inner.cache.is_all_live().then(|| self.inner.cache.len())
     }
 }
 
@@ -166,16 +174,24 @@ impl Inner {
 
     /// The Sandbox object as it is now; none when there is none that is ours.
     pub(crate) async fn get_sandbox(&self, id: &SandboxId) -> Result<Option<Sandbox>, ApiError> {
-        Ok(self.find_sandbox(id).await?.filter(|found| self.is_ours(&found.metadata, id)))
+        self.get_sandbox_in(Lane::Fast, id).await
+    }
+
+    pub(crate) async fn get_sandbox_in(
+        &self,
+        lane: Lane,
+        id: &SandboxId,
+    ) -> Result<Option<Sandbox>, ApiError> {
+        Ok(self.find_sandbox(lane, id).await?.filter(|found| self.is_ours(&found.metadata, id)))
     }
 
     /// The Sandbox object of its name, whosever it is.
-    pub(crate) async fn find_sandbox(&self, id: &SandboxId) -> Result<Option<Sandbox>, ApiError> {
+    pub(crate) async fn find_sandbox(&self, lane: Lane, id: &SandboxId) -> Result<Option<Sandbox>, ApiError> {
         let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
         let object = name(id);
         let what = format!("get the sandbox {object}");
         let before = self.cache.view(id).sandbox.map(|seen| seen.version);
-        let found = self.cluster.on_sandboxes(Lane::Fast, &namespace, &what, |api| {
+        let found = self.cluster.on_sandboxes(lane, &namespace, &what, |api| {
             let object = object.clone();
             async move { api.get(&object).await }
         });
@@ -192,11 +208,15 @@ impl Inner {
 
     /// The pod of its name, whosever it is.
     pub(crate) async fn get_pod(&self, id: &SandboxId) -> Result<Option<Pod>, ApiError> {
+        self.get_pod_in(Lane::Fast, id).await
+    }
+
+    pub(crate) async fn get_pod_in(&self, lane: Lane, id: &SandboxId) -> Result<Option<Pod>, ApiError> {
         let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
         let (api, object) = (self.cluster.pods(&namespace), name(id));
         let what = format!("get the pod {object}");
         let before = self.cache.view(id).pod.map(|seen| seen.version);
-        let found = if_there(self.cluster.call(Lane::Fast, LIMIT, &what, api.get(&object)).await)?;
+        let found = if_there(self.cluster.call(lane, LIMIT, &what, api.get(&object)).await)?;
         if let (None, Some(version)) = (&found, before) {
             self.saw(id, &namespace, News::NoPod(version));
         }
@@ -366,7 +386,8 @@ impl Inner {
             ..Default::default()
         };
         let object = name(id);
-        let log = self.cluster.call(Lane::Fast, LIMIT, "read a pod's log", api.logs(&object, &params)).await;
+        let log =
+            self.cluster.call(Lane::Look, LOG_WAIT, "read a pod's log", api.logs(&object, &params)).await;
         let log = log.unwrap_or_default().into_bytes();
         log[log.len().saturating_sub(bytes)..].to_vec()
     }

@@ -21,6 +21,7 @@ mod link;
 mod live;
 mod manifest;
 mod observe;
+mod orphan;
 mod passed;
 mod place;
 mod start;
@@ -29,6 +30,7 @@ mod store;
 mod trust;
 mod types;
 mod update;
+mod wait;
 mod way;
 
 pub use config::{AgentLink, ConfigError, KubernetesConfig};

@@ -3,11 +3,14 @@
 use std::borrow::Cow;
 
 use serde_json::{Value, json};
-use torpor_sandbox::{SandboxId, SandboxSpec, spec::Endpoint};
+use torpor_sandbox::{
+    SandboxId, SandboxSpec,
+    spec::{Endpoint, plain_path},
+};
 
 use crate::{
     client::Served,
-    config::{AgentLink, KubernetesConfig, is_label},
+    config::{AgentLink, KubernetesConfig, is_subdomain},
     types::{GATEWAY, SANDBOX, claim_name, name},
 };
 
@@ -24,6 +27,10 @@ const AGENT_IN_VOLUME: &str = "/.torpor-agent/torpor-agent";
 pub(crate) const AGENT_VOLUME: &str = "agent";
 /// A pod's grace, by its name.
 const GRACE: &str = "terminationGracePeriodSeconds";
+/// The init container that copies the agent.
+pub(crate) const CARRIER: &str = "agent";
+/// Tells the agent the pod's grace in seconds. A variable: agents of before ignore it.
+const TOLD_GRACE: &str = "TORPOR_GRACE_SECONDS";
 /// The least that a pod's grace is: the agent ends processes and syncs within it, also when nobody but the kubelet asks.
 const LEAST_GRACE: u64 = 10;
 /// The workspace among a pod's volumes, and its claim template.
@@ -91,7 +98,7 @@ pub(crate) fn check(config: &KubernetesConfig, spec: &SandboxSpec) -> Result<(),
     }
     for volume in &spec.volumes {
         let (claim, path) = claim_of(&volume.source);
-        if !is_label(claim) {
+        if !is_subdomain(claim) {
             return Err(format!(
                 "volumes: '{}' names no claim: 'CLAIM' is one of the namespace, '/CLAIM/FOLDER' a folder in it; folders of nodes are not mounted",
                 volume.source.escape_debug()
@@ -103,12 +110,16 @@ pub(crate) fn check(config: &KubernetesConfig, spec: &SandboxSpec) -> Result<(),
         if path.is_some_and(|path| path.split('/').any(|part| part.is_empty() || part == "..")) {
             return Err(format!("volumes: '{}' names no folder", volume.source.escape_debug()));
         }
-        let inside = |path: &str, folder: &str| path == folder || path.starts_with(&format!("{folder}/"));
-        if inside(&volume.target, FOLDER) || inside(&volume.target, VOLUME) {
-            return Err(format!("volumes: '{}' is where the agent is", volume.target));
+        let target = plain_path(&volume.target);
+        if target.contains(':') {
+            return Err(format!("volumes: '{}': no pod mounts where a ':' is", target.escape_debug()));
         }
-        if volume.target == config.mount_path && volume.read_only {
-            return Err(format!("volumes: the workspace at '{}' must be writable", volume.target));
+        let inside = |folder: &str| target == folder || target.starts_with(&format!("{folder}/"));
+        if inside(FOLDER) || inside(VOLUME) {
+            return Err(format!("volumes: '{}' is where the agent is", target.escape_debug()));
+        }
+        if target == config.mount_path && volume.read_only {
+            return Err(format!("volumes: the workspace at '{target}' must be writable"));
         }
     }
     Ok(())
@@ -139,7 +150,7 @@ pub(crate) fn has_own_claim(config: &KubernetesConfig, spec: &SandboxSpec) -> bo
 }
 
 fn brings_workspace(config: &KubernetesConfig, spec: &SandboxSpec) -> bool {
-    spec.volumes.iter().any(|volume| volume.target == config.mount_path)
+    spec.volumes.iter().any(|volume| plain_path(&volume.target) == config.mount_path)
 }
 
 fn labels(id: &SandboxId, identity: &str) -> Value {
@@ -221,6 +232,7 @@ fn pod(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> Value {
             "image": spec.image,
             "command": [program(config.agent_volume), "--pod", SOCKET],
             "args": [],
+            "env": [{"name": TOLD_GRACE, "value": grace(spec).to_string()}],
             "workingDir": "/",
             "resources": {"limits": limits, "requests": limits},
             "securityContext": confined,
@@ -268,6 +280,10 @@ pub(crate) fn fit(config: &KubernetesConfig, spec: &SandboxSpec, pod: &mut Value
     }
     let containers = pod["containers"].as_array_mut().into_iter().flatten();
     let Some(ours) = containers.into_iter().find(|one| one["name"] == CONTAINER) else { return false };
+    let variables = ours["env"].as_array_mut().into_iter().flatten();
+    for told in variables.filter(|variable| variable["name"] == TOLD_GRACE) {
+        told["value"] = json!(grace(spec).to_string());
+    }
     for (key, value) in limits(spec).as_object().into_iter().flatten() {
         ours["resources"]["limits"][key] = value.clone();
         ours["resources"]["requests"][key] = value.clone();
@@ -278,7 +294,7 @@ pub(crate) fn fit(config: &KubernetesConfig, spec: &SandboxSpec, pod: &mut Value
 /// What copies the agent into a pod.
 fn carrier(config: &KubernetesConfig) -> Value {
     json!({
-        "name": "agent",
+        "name": CARRIER,
         "image": config.agent_image,
         "command": ["/torpor-agent", "--install", FOLDER],
         "resources": {
@@ -315,7 +331,7 @@ fn volumes(config: &KubernetesConfig, id: &SandboxId, spec: &SandboxSpec) -> (Ve
         let (claim, path) = claim_of(&volume.source);
         let at = claims.iter().position(|one| *one == claim).unwrap_or_default();
         let mut mount = json!({
-            "name": format!("claim-{at}"), "mountPath": volume.target, "readOnly": volume.read_only,
+            "name": format!("claim-{at}"), "mountPath": plain_path(&volume.target), "readOnly": volume.read_only,
         });
         if let Some(path) = path {
             mount["subPath"] = json!(path);

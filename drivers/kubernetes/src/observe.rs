@@ -19,6 +19,8 @@ const AGENT_WAIT: Duration = Duration::from_secs(3);
 
 impl Inner {
     pub(crate) async fn observe(self: &Arc<Self>, id: &SandboxId) -> Result<Observed, DriverError> {
+        // Nobody's step waits for the first list with it.
+        self.see_first_list(id).await;
         let Some(quiet) = self.turns.quiet(id).await else {
             return Ok(Observed::Unknown("a step is still under way".to_owned()));
         };
@@ -39,8 +41,20 @@ impl Inner {
                 Err(error) => return Ok(Observed::Unknown(error.to_string())),
             }
             return Ok(match (&view.pod, record) {
-                // Its object is gone, and its pod will be in a moment.
-                (Some(_), _) => Observed::Unknown("its pod is on its way out".to_owned()),
+                // Left alone: nobody but a stop or delete takes it away.
+                (Some(pod), record) if pod.owner.is_empty() && !pod.deleting => match record {
+                    Some(record) => {
+                        let text = "its Sandbox object was deleted by somebody else, and its pod left alone";
+                        let exit = Exit::Interrupted(text.to_owned());
+                        Observed::Ended(Ended { run: record.run, exit })
+                    }
+                    None => Observed::Running { run: Run(0), agent: false },
+                },
+                // Its object is gone, and its pod will be in a moment; or it is no more ours.
+                (Some(pod), _) => {
+                    let text = if pod.deleting { None } else { self.unlabelled(id).await.ok().flatten() };
+                    Observed::Unknown(text.unwrap_or_else(|| "its pod is on its way out".to_owned()))
+                }
                 (None, Some(record)) => {
                     let text = "its Sandbox object was deleted by somebody else";
                     Observed::Ended(Ended { run: record.run, exit: Exit::Interrupted(text.to_owned()) })
@@ -58,8 +72,9 @@ impl Inner {
             Compute::Known(observed) => {
                 if let (Observed::Ended(ended), Some(pod)) = (&observed, &view.pod)
                     && pod.phase == Phase::Failed
+                    && matches!(ended.exit, Exit::Interrupted(_))
                 {
-                    self.note_failure(id, ended.run);
+                    self.note_failure(id, &pod.uid);
                 }
                 return Ok(observed);
             }
@@ -162,6 +177,11 @@ fn compute<'a>(sandbox: &Seen, pod: Option<&'a SeenPod>, record: Option<&'a Reco
         // The agent ends with success only when the driver asks it to; the kubelet's word of its node's end is the other
         // case. Neither is the sandbox's own fault.
         Phase::Succeeded => interrupted(run, "its pod ended"),
+        // What its own processes did goes by its restart policy.
+        Phase::Failed if pod.own_end => {
+            let exit = Exit::Lost(words::said_within(&format!("its pod failed: {}", pod.why), 500));
+            Compute::Known(Observed::Ended(Ended { run, exit }))
+        }
         Phase::Failed => interrupted(run, &format!("its pod failed: {}", pod.why)),
     }
 }
@@ -178,6 +198,7 @@ mod tests {
             mode,
             run,
             deleting: false,
+            oldest: false,
             ready: None,
             suspended: None,
         }
@@ -195,7 +216,9 @@ mod tests {
             ip: String::new(),
             other_ips: Vec::new(),
             why: "Evicted".into(),
-            no_image: None,
+            waiting: None,
+            own_end: false,
+            unheard: false,
             unschedulable: None,
             agent_volume: false,
         }
@@ -213,7 +236,20 @@ mod tests {
     }
 
     #[test]
-    fn a_drained_evicted_or_failed_pod_is_no_failure_of_the_sandbox() {
+    fn a_pod_that_ends_by_itself_is_lost_and_goes_by_the_policy() {
+        let failed = SeenPod { own_end: true, why: "OOMKilled".into(), ..pod(Phase::Failed) };
+        let seen = known(&sandbox(Mode::Running, 2), Some(&failed), Some(&record(Some("p"))));
+        assert!(
+            matches!(&seen, Observed::Ended(Ended { run: Run(2), exit: Exit::Lost(text) }) if text.contains("OOMKilled")),
+            "{seen:?}"
+        );
+        let dying = SeenPod { deleting: true, ..failed };
+        let seen = known(&sandbox(Mode::Running, 2), Some(&dying), Some(&record(Some("p"))));
+        assert!(matches!(&seen, Observed::Ended(Ended { exit: Exit::Interrupted(_), .. })), "{seen:?}");
+    }
+
+    #[test]
+    fn a_drained_or_evicted_pod_is_no_failure_of_the_sandbox() {
         let (running, ours) = (sandbox(Mode::Running, 2), record(Some("p")));
         let dying = SeenPod { deleting: true, ..pod(Phase::Running) };
         let other = SeenPod { uid: "q".into(), ..pod(Phase::Running) };

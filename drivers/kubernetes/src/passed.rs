@@ -5,7 +5,7 @@ use k8s_openapi::api::core::v1::PodSpec;
 use serde_json::{Map, Value, json};
 use torpor_sandbox::spec::NAMES_IN_DRIVER_CONFIG;
 
-use crate::config::KubernetesConfig;
+use crate::config::{KubernetesConfig, is_subdomain};
 
 /// Fields of a pod that a configuration may set beside what the driver sets itself. Nothing among them gives a sandbox
 /// the node's file system, processes or network, or takes its confinement away.
@@ -169,8 +169,7 @@ pub(crate) fn well_formed(key: &str, value: &Value) -> Result<(), String> {
 /// RFC 1123 subdomain, as names of classes and accounts are.
 fn subdomain(value: &Value) -> Result<(), String> {
     let Some(name) = value.as_str() else { return Err("a name is needed".to_owned()) };
-    let part = |part: &str| crate::config::is_label(part);
-    if name.len() <= 253 && name.split('.').all(part) {
+    if is_subdomain(name) {
         return Ok(());
     }
     Err(format!("'{}' is no name: a-z, 0-9, '-' and '.'", name.escape_debug()))
@@ -181,10 +180,75 @@ fn subdomain(value: &Value) -> Result<(), String> {
 fn of_a_pod(key: &str, value: &Value) -> Result<(), String> {
     let read = serde_json::from_value::<PodSpec>(json!({"containers": [], key: value}));
     let kept = read.and_then(serde_json::to_value).map_err(|error| format!("no pod has that: {error}"))?;
-    if &kept[key] == value {
-        return Ok(());
+    if &kept[key] != value {
+        return Err("it says something that no pod has, or says nothing".to_owned());
     }
-    Err("it says something that no pod has, or says nothing".to_owned())
+    let labels = key == "nodeSelector";
+    leaves(key, value, labels)
+}
+
+/// What the types don't tell: words of which there are some only, and labels. To the last leaf.
+fn leaves(key: &str, value: &Value, labels: bool) -> Result<(), String> {
+    match value {
+        Value::Object(fields) => fields.iter().try_for_each(|(field, value)| {
+            if labels && !is_label_key(field) {
+                return Err(format!("'{}' is no key of a label", field.escape_debug()));
+            }
+            let name = if labels { "value" } else { field };
+            leaves(name, value, field == "matchLabels")
+        }),
+        Value::Array(all) => all.iter().try_for_each(|value| leaves(key, value, false)),
+        Value::String(text) => leaf(key, text),
+        Value::Number(number)
+            if key == "weight" && !number.as_u64().is_some_and(|n| (1..=100).contains(&n)) =>
+        {
+            Err(format!("weight: {number}: 1 to 100 are possible"))
+        }
+        Value::Number(number) if key == "maxSkew" && number.as_u64().is_none_or(|n| n == 0) => {
+            Err(format!("maxSkew: {number}: at least 1"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn leaf(key: &str, text: &str) -> Result<(), String> {
+    let among: &[&str] = match key {
+        // Of a toleration, and of a label's expression.
+        "operator" => &["Equal", "Exists", "In", "NotIn", "DoesNotExist", "Gt", "Lt"],
+        "effect" => &["NoSchedule", "PreferNoSchedule", "NoExecute"],
+        "dnsPolicy" => &["ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"],
+        "preemptionPolicy" => &["PreemptLowerPriority", "Never"],
+        "whenUnsatisfiable" => &["DoNotSchedule", "ScheduleAnyway"],
+        "nodeAffinityPolicy" | "nodeTaintsPolicy" => &["Honor", "Ignore"],
+        _ => &[],
+    };
+    let shown = text.escape_debug();
+    if !among.is_empty() && !among.contains(&text) {
+        return Err(format!("{key}: '{shown}' is none of {}", among.join(", ")));
+    }
+    let fits = match key {
+        "value" | "values" => is_label_value(text),
+        "key" => text.is_empty() || is_label_key(text),
+        "topologyKey" => is_label_key(text),
+        "ip" | "nameservers" => text.parse::<std::net::IpAddr>().is_ok(),
+        _ => true,
+    };
+    if fits { Ok(()) } else { Err(format!("{key}: '{shown}' can't be one")) }
+}
+
+/// At most 63 letters, digits, '-', '_' and '.', that begin and end with a letter or digit.
+fn is_label_value(text: &str) -> bool {
+    let end = |b: Option<u8>| b.is_none_or(|b| b.is_ascii_alphanumeric());
+    text.len() <= 63
+        && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
+        && end(text.bytes().next())
+        && end(text.bytes().last())
+}
+
+/// A name as of a label's value, with the domain that it is of, if it is of any.
+fn is_label_key(text: &str) -> bool {
+    let (domain, name) = text.rsplit_once('/').map_or((None, text), |(domain, name)| (Some(domain), name));
+    !name.is_empty() && is_label_value(name) && domain.is_none_or(is_subdomain)
 }
 
 #[cfg(test)]
@@ -288,6 +352,13 @@ mod tests {
             json!({"nodeSelector": {"disk": "ssd", "pool": "sandboxes"}}),
             json!({"claimTemplates": true, "storageClassName": "fast.example"}),
             json!({"imagePullSecrets": [{"name": "registry"}]}),
+            json!({"dnsPolicy": "Default"}),
+            json!({"nodeSelector": {"example.org/disk": "", "kubernetes.io/arch": "amd64"}}),
+            json!({"topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone",
+                "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": {"example.org/a": "b"}}}]}),
+            json!({"affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution":
+                [{"weight": 100, "podAffinityTerm": {"topologyKey": "kubernetes.io/hostname"}}]}}}),
+            json!({"hostAliases": [{"ip": "10.0.0.1", "hostnames": ["a.example"]}]}),
             json!({"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution":
                 {"nodeSelectorTerms": [{"matchExpressions": [{"key": "a", "operator": "In", "values": ["b"]}]}]}}}}),
         ] {
@@ -304,6 +375,20 @@ mod tests {
             json!({"serviceAccountName": ["a"]}),
             json!({"claimTemplates": "yes"}),
             json!({"dnsPolicy": 1}),
+            json!({"dnsPolicy": "Foo"}),
+            json!({"preemptionPolicy": "Sometimes"}),
+            json!({"nodeSelector": {"disk": "s s d"}}),
+            json!({"nodeSelector": {"disk": "a".repeat(64)}}),
+            json!({"nodeSelector": {"-disk": "ssd"}}),
+            json!({"nodeSelector": {"/disk": "ssd"}}),
+            json!({"tolerations": [{"key": "a", "operator": "Exist"}]}),
+            json!({"tolerations": [{"key": "a", "operator": "Exists", "effect": "Never"}]}),
+            json!({"tolerations": [{"key": "a b", "operator": "Exists"}]}),
+            json!({"topologySpreadConstraints": [{"maxSkew": 0, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]}),
+            json!({"topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "Perhaps"}]}),
+            json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution":
+                [{"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"a": "b c"}}}]}}}),
+            json!({"hostAliases": [{"ip": "here", "hostnames": ["a"]}]}),
         ] {
             let (key, _) = bad.as_object().unwrap().iter().next().unwrap();
             let refused = check(&config, &said(bad.clone())).unwrap_err();

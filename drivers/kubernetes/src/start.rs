@@ -1,4 +1,6 @@
 //! Start: the Sandbox is told to run, and the agent of its new pod configured for the run.
+//!
+//! Who is told to wait ([`DriverError::Pending`] and the like) asks again: nothing of it stands in others' way meanwhile.
 
 use std::{
     collections::BTreeMap,
@@ -7,7 +9,7 @@ use std::{
 };
 
 use kube::api::{Patch, PatchParams};
-use serde_json::json;
+use serde_json::{Map, json};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tonic::Code;
 use torpor_driver_common::{Turn, agent::main_command};
@@ -15,13 +17,14 @@ use torpor_proto::agent::v1::{ConfigureRequest, agent_client::AgentClient};
 use torpor_sandbox::{Change, DriverError, Run, SandboxId, SandboxSpec, failpoint::hit, words};
 
 use crate::{
-    cache::{News, View},
+    cache::News,
     client::{LIMIT, Lane, MANAGER},
     driver::{Failures, Inner},
     live::Live,
     manifest,
     store::Record,
-    types::{Mode, Phase, RUN, Sandbox, Seen, claim_name, name},
+    types::{Mode, Phase, RUN, Sandbox, Seen, SeenPod, claim_name, name},
+    wait::{self, Came},
 };
 
 /// Pauses between two tries of a first call.
@@ -34,20 +37,18 @@ const CONSOLE: usize = 4096;
 /// Pods that fail again within this time are started slower each time, up to this pause.
 const STEADY: Duration = Duration::from_secs(600);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// A pod that no node has room for is reported after this time, and waited for.
-const ROOM: Duration = Duration::from_secs(5);
+/// Of which so much is waited for in the start itself.
+const SHORT_PAUSE: Duration = Duration::from_secs(2);
 /// How often a patch is tried again after somebody else's.
 pub(crate) const PATCHES: u32 = 8;
 
-/// What has become of a pod that is waited for.
-enum Came {
-    /// The pod's uid, and the generation that it is of.
-    Up(String, i64),
+/// Why what ran is put down again.
+enum Down {
+    /// By itself: a repeat would end the same.
     Failed(String),
-    NoImage(String),
-    NoRoom(String),
-    Stopped,
-    Gone,
+    /// Its node, or somebody, has ended it.
+    Taken(String),
+    Error(DriverError),
 }
 
 impl Inner {
@@ -75,9 +76,9 @@ impl Inner {
             self.note_claims(id, &found).await?;
             return Ok(Change::Already);
         }
+        self.pause_after_failures(id).await?;
         self.check_data(id, &found).await?;
         self.see_no_pod(id).await?;
-        self.pause_after_failures(id).await;
         let (inner, wanted) = (self.clone(), id.clone());
         let record = self.turns.step(id, &turn, async move { inner.wake(&wanted, run).await }).await?;
         hit("kubernetes.start.woken")?;
@@ -144,46 +145,61 @@ impl Inner {
     /// The controller takes any pod of the name for a new one, also one that is on its way out: not before it is gone.
     async fn see_no_pod(&self, id: &SandboxId) -> Result<(), DriverError> {
         let limit = self.config.stop_margin;
-        let gone = self.until(id, limit, |view| view.pod.is_none().then_some(())).await?;
-        match self.get_pod(id).await? {
-            None if gone.is_some() => Ok(()),
-            Some(pod) => {
-                let text = format!(
-                    "the pod {} of its last run is still there",
-                    pod.metadata.uid.unwrap_or_default()
-                );
-                Err(DriverError::backend("start", text))
-            }
-            None => Err(DriverError::backend("start", "the pod of its last run has gone only now")),
+        self.until(id, limit, |view| view.pod.is_none().then_some(())).await?;
+        let Some(pod) = self.get_pod(id).await? else { return Ok(()) };
+        let object = name(id);
+        let mut owners = pod.metadata.owner_references.iter().flatten();
+        if !self.is_labelled(&pod.metadata, id) {
+            let owner = owners.next().map(|owner| format!("{} {}", owner.kind, owner.name));
+            let owner = owner.unwrap_or_else(|| "somebody else".to_owned());
+            return Err(DriverError::Invalid(format!(
+                "the pod {object} belongs to {}; it must be deleted or renamed by its owner",
+                words::said(&owner)
+            )));
         }
+        let seen = SeenPod::from(&pod);
+        let state = if seen.deleting { "still terminating" } else { "still there" };
+        let node = if seen.node.is_empty() { "no node" } else { &seen.node };
+        let mut text = format!("the pod {object} of its last run (uid {}) is {state} on {node}", seen.uid);
+        if !seen.deleting && seen.owner.is_empty() {
+            let namespace = self.namespace_of(id)?;
+            text.push_str(&format!(
+                " and nobody owns it: `kubectl -n {namespace} delete pod {object}` ends it"
+            ));
+        }
+        Err(DriverError::Pending(text))
     }
 
-    /// One more pod of a sandbox failed by itself.
-    pub(crate) fn note_failure(&self, id: &SandboxId, run: Run) {
+    /// One more pod of a sandbox was ended by its node.
+    pub(crate) fn note_failure(&self, id: &SandboxId, pod: &str) {
         let mut all = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let known = all.entry(id.clone()).or_insert(Failures { count: 0, run: Run(0), last: now });
-        if known.run == run {
+        let fresh = || Failures { count: 0, pod: String::new(), last: now };
+        let known = all.entry(id.clone()).or_insert_with(fresh);
+        if known.pod == pod {
             return;
         }
         let count = if known.last.elapsed() < STEADY { known.count.saturating_add(1) } else { 1 };
-        *known = Failures { count, run, last: now };
+        *known = Failures { count, pod: pod.to_owned(), last: now };
     }
 
     /// The first recovery is at once, the ones after it slower each time.
-    async fn pause_after_failures(&self, id: &SandboxId) {
+    async fn pause_after_failures(&self, id: &SandboxId) -> Result<(), DriverError> {
         let failures = {
             let all = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
-            all.get(id).copied().filter(|known| known.last.elapsed() < STEADY)
+            all.get(id).cloned().filter(|known| known.last.elapsed() < STEADY)
         };
-        if let Some(failures) = failures
-            && failures.count > 1
-        {
-            let pause = pause_after(failures.count);
-            let left = pause.saturating_sub(failures.last.elapsed());
-            tracing::info!(%id, failures = failures.count, ?left, "its pods fail one after the other");
-            sleep(left).await;
+        let Some(failures) = failures.filter(|failures| failures.count > 1) else { return Ok(()) };
+        let left = pause_after(failures.count).saturating_sub(failures.last.elapsed());
+        if left > SHORT_PAUSE {
+            return Err(DriverError::Pending(format!(
+                "{} of its pods were ended one after the other by their nodes: the next one is asked for in {} s",
+                failures.count,
+                left.as_secs()
+            )));
         }
+        sleep(left).await;
+        Ok(())
     }
 
     /// Tells the Sandbox to run, and notes it before.
@@ -191,18 +207,18 @@ impl Inner {
         let record = Record::new(run);
         self.store.note(id, &record)?;
         hit("kubernetes.wake.noted")?;
-        self.patch_mode(id, true, Some(run)).await?;
+        self.patch_mode(id, true, Some((RUN, run))).await?;
         hit("kubernetes.wake.asked")?;
         Ok(record)
     }
 
-    /// Writes our one field at the version that was read; reads again when somebody else was faster. What is there then;
-    /// none when the object is gone.
+    /// Writes our one field, and a run by an annotation, at the version that was read; reads again when somebody else was
+    /// faster. What is there then; none when the object is gone. A pod that is woken has the agent of today.
     pub(crate) async fn patch_mode(
         &self,
         id: &SandboxId,
         running: bool,
-        run: Option<Run>,
+        run: Option<(&str, Run)>,
     ) -> Result<Option<Sandbox>, DriverError> {
         let namespace = self.namespace_of(id)?;
         let object = name(id);
@@ -212,7 +228,8 @@ impl Inner {
             let served = self.cluster.served().await?;
             let seen = Seen::from(&found);
             let wanted = if running { Mode::Running } else { Mode::Suspended };
-            if seen.mode == wanted && run.is_none_or(|run| seen.run == run.0) {
+            let noted = |key: &str| found.metadata.annotations.as_ref()?.get(key).cloned();
+            if seen.mode == wanted && run.is_none_or(|(key, run)| noted(key) == Some(run.to_string())) {
                 return Ok(Some(found));
             }
             let (field, value) = manifest::mode(served, running);
@@ -220,8 +237,12 @@ impl Inner {
                 "metadata": {"resourceVersion": found.metadata.resource_version},
                 "spec": {field: value},
             });
-            if let Some(run) = run {
-                patch["metadata"]["annotations"] = json!({RUN: run.to_string()});
+            if let Some((key, run)) = run {
+                patch["metadata"]["annotations"] = json!({key: run.to_string()});
+            }
+            let agent = if running { found.spec.agent_from(&self.config.agent_image) } else { Map::new() };
+            if !agent.is_empty() {
+                patch["spec"]["podTemplate"] = json!({"spec": agent});
             }
             let params = PatchParams { field_manager: Some(MANAGER.to_owned()), ..PatchParams::default() };
             // Of the version that the field is of.
@@ -252,9 +273,10 @@ impl Inner {
         record: Record,
         turn: &Turn,
     ) -> Result<(), DriverError> {
-        let until = Instant::now() + self.config.start_timeout;
-        let cause = match self.wait_for_pod(id, &record, until).await? {
-            Some(Came::Up(pod, generation)) => {
+        let down = match self.wait_for_pod(id, spec, &record).await? {
+            Came::Up(pod, generation) => {
+                self.waits.over(id);
+                let until = Instant::now() + self.config.start_timeout;
                 let record = Record { pod: Some(pod.clone()), ..record };
                 let live = self.hear(id, &record, &pod);
                 self.note(id, turn, record.clone()).await?;
@@ -264,26 +286,42 @@ impl Inner {
                         let news = Record { configured: true, boot_id: live.boot_id(), ..record };
                         return self.note(id, turn, news).await;
                     }
-                    Err(cause) => cause,
+                    Err(down) => down,
                 }
             }
-            Some(Came::NoImage(why)) => {
+            Came::NoImage(waiting) => {
                 self.put_down(id, turn, Duration::ZERO).await?;
-                return Err(DriverError::BaseMissing(format!("{}: {}", spec.image, words::said(&why))));
+                return Err(DriverError::BaseMissing(self.image_missing(&waiting, spec)));
             }
             // It goes on by itself when there is room.
-            Some(Came::NoRoom(why)) => {
-                return Err(DriverError::Exhausted(format!("no node has room: {}", words::said(&why))));
-            }
-            Some(Came::Failed(why)) => format!("its pod failed: {}", words::said(&why)),
-            Some(Came::Stopped) => "somebody else has suspended it meanwhile".to_owned(),
-            Some(Came::Gone) => return Err(missing(id)),
-            None => format!("no pod ran within {} s", self.config.start_timeout.as_secs()),
+            Came::NoRoom(why) => return Err(DriverError::Exhausted(why)),
+            Came::Failed(why) => Down::Failed(format!("its pod failed: {why}")),
+            Came::Taken(why) => Down::Taken(why),
+            Came::Stopped => Down::Taken("somebody else has suspended it meanwhile".to_owned()),
+            Came::Gone => return Err(missing(id)),
         };
-        let console = self.log(id, CONSOLE).await;
-        self.put_down(id, turn, Duration::ZERO).await?;
-        let console = String::from_utf8_lossy(&console).into_owned();
-        Err(DriverError::Failed { step: "boot".to_owned(), cause, console })
+        match down {
+            Down::Error(error) => Err(error),
+            Down::Failed(cause) => {
+                let console = self.log(id, CONSOLE).await;
+                self.put_down(id, turn, Duration::ZERO).await?;
+                let console = String::from_utf8_lossy(&console).into_owned();
+                Err(DriverError::Failed { step: "boot".to_owned(), cause, console })
+            }
+            Down::Taken(why) => {
+                if let Some(pod) = self.cache.view(id).pod {
+                    self.note_failure(id, &pod.uid);
+                }
+                match self.put_down(id, turn, Duration::ZERO).await {
+                    Ok(_) => Err(DriverError::Interrupted(why)),
+                    // A node that is lost keeps its pod for a while: the stop goes on.
+                    Err(error @ DriverError::Backend { .. }) => {
+                        Err(DriverError::Interrupted(format!("{why}; {error}")))
+                    }
+                    Err(error) => Err(error),
+                }
+            }
+        }
     }
 
     /// Notes what is known of a run.
@@ -297,23 +335,6 @@ impl Inner {
         self.turns.step(id, turn, async move { inner.store.note(&wanted, &record) }).await
     }
 
-    async fn wait_for_pod(
-        &self,
-        id: &SandboxId,
-        record: &Record,
-        until: Instant,
-    ) -> Result<Option<Came>, DriverError> {
-        let room = Instant::now() + ROOM;
-        let left = until.saturating_duration_since(Instant::now());
-        let early = self.until(id, left.min(ROOM), |view| came(view, record, false)).await?;
-        if early.is_some() {
-            return Ok(early);
-        }
-        // Looked at once more: from now on a pod without a node is worth telling.
-        let left = until.saturating_duration_since(room);
-        Ok(self.until(id, left, |view| came(view, record, true)).await?)
-    }
-
     /// The agent's answer for this run, and the controller's word that it is Ready.
     async fn hello(
         self: &Arc<Self>,
@@ -321,45 +342,52 @@ impl Inner {
         spec: &SandboxSpec,
         until: Instant,
         generation: i64,
-    ) -> Result<(), String> {
+    ) -> Result<(), Down> {
         let id = &live.id;
-        let ready = tokio::select! {
-            ready = timeout_at(until, self.configure(live, spec)) => {
-                ready.unwrap_or_else(|_| Err("the agent did not answer in time".to_owned()))
-            }
-            why = self.lost(live, until) => Err(why),
-        };
-        ready?;
+        tokio::select! {
+            ready = timeout_at(until, self.configure(live, spec)) => match ready {
+                Ok(ready) => ready.map_err(Down::Failed),
+                Err(_) if self.cache.view(id).pod.is_some_and(|pod| pod.unheard) => {
+                    Err(Down::Taken("its node is heard no more".to_owned()))
+                }
+                Err(_) => Err(Down::Failed("the agent did not answer in time".to_owned())),
+            },
+            down = self.lost(live, until) => Err(down),
+        }?;
         let left = until.saturating_duration_since(Instant::now());
         let ready = self.until(id, left, |view| {
             let pod = view.pod.as_ref().filter(|pod| pod.uid == live.pod && !pod.deleting);
             if pod.is_none() {
-                return Some(Err("its pod was taken away".to_owned()));
+                return Some(Err(Down::Taken("its pod was taken away".to_owned())));
             }
             let ready = view.sandbox.as_ref()?.ready.as_ref()?;
             (ready.holds && ready.generation >= generation).then_some(Ok(()))
         });
         match ready.await {
             Ok(Some(ready)) => ready,
-            Ok(None) => Err("its controller did not call it Ready in time".to_owned()),
-            Err(error) => Err(error.to_string()),
+            Ok(None) => Err(Down::Failed("its controller did not call it Ready in time".to_owned())),
+            Err(error) => Err(Down::Error(error.into())),
         }
     }
 
     /// Ends when the pod does.
-    async fn lost(&self, live: &Live, until: Instant) -> String {
+    async fn lost(&self, live: &Live, until: Instant) -> Down {
         let left = until.saturating_duration_since(Instant::now());
+        let taken = |text: &str| Some(Down::Taken(text.to_owned()));
         let lost = self.until(&live.id, left, |view| match &view.pod {
-            Some(pod) if pod.uid != live.pod => Some("its pod was replaced".to_owned()),
-            Some(pod) if pod.deleting => Some("its pod is being deleted".to_owned()),
-            Some(pod) if matches!(pod.phase, Phase::Failed | Phase::Succeeded) => {
-                Some(format!("its pod ended: {}", words::said(&pod.why)))
+            Some(pod) if pod.uid != live.pod => taken("its pod was replaced: drained, evicted or deleted"),
+            Some(pod) if pod.deleting => {
+                taken("its pod is being deleted: a drain, an eviction or somebody's hand")
             }
+            Some(pod) if matches!(pod.phase, Phase::Failed | Phase::Succeeded) => match wait::ended(pod) {
+                Came::Failed(why) => Some(Down::Failed(format!("its pod ended: {why}"))),
+                _ => taken(&format!("its pod ended: {}", words::said(&pod.why))),
+            },
             Some(_) => None,
-            None => Some("its pod is gone".to_owned()),
+            None => taken("its pod is gone: drained, evicted or deleted"),
         });
         match lost.await {
-            Ok(Some(why)) => why,
+            Ok(Some(down)) => down,
             _ => std::future::pending().await,
         }
     }
@@ -415,32 +443,6 @@ pub(crate) fn missing(id: &SandboxId) -> DriverError {
         "the Sandbox object {} was deleted by somebody else; the claim of its workspace, if the driver made one, is there until the sandbox is deleted",
         name(id)
     ))
-}
-
-/// A pod of this run that counts: another one than any before it, and not on its way out.
-fn came(view: &View, record: &Record, at_last: bool) -> Option<Came> {
-    let Some(sandbox) = &view.sandbox else { return Some(Came::Gone) };
-    if sandbox.run != record.run.0 {
-        // Not our start yet; or somebody else's by now.
-        return None;
-    }
-    if sandbox.mode == Mode::Suspended {
-        return Some(Came::Stopped);
-    }
-    let pod = view.pod.as_ref().filter(|pod| pod.owner == sandbox.uid && !pod.deleting)?;
-    if record.pod.as_ref().is_some_and(|known| *known != pod.uid) {
-        return Some(Came::Failed("it was replaced by another one".to_owned()));
-    }
-    match pod.phase {
-        Phase::Running => Some(Came::Up(pod.uid.clone(), sandbox.generation)),
-        Phase::Failed | Phase::Succeeded => Some(Came::Failed(pod.why.clone())),
-        Phase::Pending => {
-            if let Some(why) = &pod.no_image {
-                return Some(Came::NoImage(why.clone()));
-            }
-            pod.unschedulable.clone().filter(|_| at_last).map(Came::NoRoom)
-        }
-    }
 }
 
 fn request(live: &Live, spec: &SandboxSpec) -> ConfigureRequest {

@@ -12,7 +12,7 @@ use crate::{
     driver::Inner,
     live::Live,
     store::Record,
-    types::{Mode, Phase, Seen, name},
+    types::{Mode, Phase, STOPPED, Seen, name},
 };
 
 /// How long an agent of which nothing was heard is asked whether it has begun to work.
@@ -26,7 +26,7 @@ const UNSAID: Duration = Duration::from_secs(5);
 enum Stands {
     /// No pod, and the controller says so of this generation.
     Still,
-    /// No pod, and a controller that has no condition of its own for this has said nothing since.
+    /// No pod, and a controller of the oldest kind, that has no condition of its own for this, has said nothing since.
     Unsaid,
     /// Somebody else's pod has its name.
     Foreign,
@@ -45,9 +45,17 @@ impl Inner {
         let mut stopped = Stopped { flushed: false, kept: Keep::Disk, detail: None };
         let until = Instant::now() + deadline;
         let record = self.store.record(id)?;
+        self.waits.over(id);
         let view = self.ask(id).await?;
         let Some(sandbox) = &view.sandbox else {
             self.is_here(id).await?;
+            if let Some(pod) = &view.pod {
+                // Its workspace is still mounted there.
+                if let (Some(record), true) = (&record, pod.owner.is_empty()) {
+                    stopped.flushed = self.flush(id, turn, record, &view, until, deadline).await.is_ok();
+                }
+                self.take_orphan(id, "suspend").await?;
+            }
             self.unhear(id);
             if view.pod.is_some() {
                 self.see_down(id, 0, &view).await?;
@@ -69,8 +77,12 @@ impl Inner {
         }
         hit("kubernetes.stop.flushed")?;
         let (inner, wanted) = (self.clone(), id.clone());
-        let told =
-            self.turns.step(id, turn, async move { inner.patch_mode(&wanted, false, None).await }).await?;
+        // A wake whose answer was never read may still be under way: at another version of the object it comes to nothing.
+        let fence = record.filter(|record| record.pod.is_none() && sandbox.run != record.run.0);
+        let told = self.turns.step(id, turn, async move {
+            inner.patch_mode(&wanted, false, fence.map(|record| (STOPPED, record.run))).await
+        });
+        let told = told.await?;
         hit("kubernetes.stop.asked")?;
         let generation = told.as_ref().map(|told| Seen::from(told).generation).unwrap_or_default();
         self.see_down(id, generation, &view).await?;
@@ -197,17 +209,19 @@ fn stands(view: &View, generation: i64) -> Option<Stands> {
     if view.pod.is_some() || sandbox.mode == Mode::Running {
         return None;
     }
-    // Where the condition is, it must say so of this generation. Where it isn't, any word about this generation shows
-    // that the controller makes no more pods.
+    // Where the condition is, it must say so of this generation. Where it isn't, a word about this generation shows that
+    // the controller makes no more pods.
     let said = match (&sandbox.suspended, &sandbox.ready) {
         (Some(suspended), _) => suspended.holds && suspended.generation >= generation,
-        (None, Some(ready)) => ready.generation >= generation,
+        (None, Some(ready)) => {
+            ready.generation >= generation && (sandbox.oldest || ready.reason == "SandboxSuspended")
+        }
         (None, None) => false,
     };
-    match (said, &sandbox.suspended) {
-        (true, _) => Some(Stands::Still),
-        (false, None) => Some(Stands::Unsaid),
-        (false, Some(_)) => None,
+    match said {
+        true => Some(Stands::Still),
+        false if sandbox.oldest && sandbox.suspended.is_none() => Some(Stands::Unsaid),
+        false => None,
     }
 }
 
@@ -225,7 +239,10 @@ fn why_not(id: &SandboxId, view: &View, limit: Duration) -> String {
         Some(_) => {
             format!("the pod {} is still there {waited}: is agent-sandbox's controller running?", name(id))
         }
-        None => format!("the controller has said nothing of {} {waited}: is it running?", name(id)),
+        None => {
+            let object = name(id);
+            format!("agent-sandbox's controller has said nothing of {object} {waited}: is it running?")
+        }
     }
 }
 
@@ -235,7 +252,12 @@ mod tests {
     use crate::types::{Condition, SeenPod};
 
     fn seen(mode: Mode, suspended: Option<(bool, i64)>, ready: Option<(bool, i64)>) -> Seen {
-        let condition = |(holds, generation)| Condition { holds, reason: String::new(), generation };
+        let condition = |(holds, generation)| Condition {
+            holds,
+            reason: String::new(),
+            generation,
+            message: String::new(),
+        };
         Seen {
             uid: "s".into(),
             version: 1,
@@ -243,6 +265,7 @@ mod tests {
             mode,
             run: 1,
             deleting: false,
+            oldest: true,
             ready: ready.map(condition),
             suspended: suspended.map(condition),
         }
@@ -260,7 +283,9 @@ mod tests {
             ip: String::new(),
             other_ips: Vec::new(),
             why: String::new(),
-            no_image: None,
+            waiting: None,
+            own_end: false,
+            unheard: false,
             unschedulable: None,
             agent_volume: false,
         }
@@ -283,6 +308,16 @@ mod tests {
         let of = |sandbox| stands(&View { sandbox: Some(sandbox), pod: None }, 5);
         assert!(matches!(of(seen(Mode::Suspended, None, Some((true, 4)))), Some(Stands::Unsaid)));
         assert!(matches!(of(seen(Mode::Suspended, None, Some((true, 5)))), Some(Stands::Still)));
+    }
+
+    #[test]
+    fn silence_is_believed_of_the_oldest_controllers_only() {
+        let of = |sandbox| stands(&View { sandbox: Some(sandbox), pod: None }, 5);
+        let newer = Seen { oldest: false, ..seen(Mode::Suspended, None, Some((true, 5))) };
+        assert!(of(newer.clone()).is_none(), "that is no word of a suspend");
+        assert!(of(Seen { ready: None, ..newer.clone() }).is_none());
+        let said = newer.ready.map(|ready| Condition { reason: "SandboxSuspended".into(), ..ready });
+        assert!(matches!(of(Seen { ready: said, ..newer }), Some(Stands::Still)));
     }
 
     #[test]

@@ -166,7 +166,7 @@ async fn a_start_waits_for_the_old_pod_and_has_one_of_its_own() {
 }
 
 #[tokio::test]
-async fn drains_evictions_and_failures_are_not_the_sandboxs_own_and_a_flip_mends_them() {
+async fn drains_and_evictions_are_not_the_sandboxs_own_failures_are_and_a_flip_mends_them() {
     for generation in ALL {
         let (bench, driver) = Bench::new(generation).await;
         let id = ready(&*driver, &spec()).await;
@@ -179,7 +179,12 @@ async fn drains_evictions_and_failures_are_not_the_sandboxs_own_and_a_flip_mends
         ];
         for (run, (what, hand)) in (2..).zip(hands) {
             hand(&bench, &name);
-            until(what, async || interrupted(&driver.observe(&id).await.unwrap())).await;
+            until(what, async || {
+                let seen = driver.observe(&id).await.unwrap();
+                let own = matches!(&seen, Observed::Ended(Ended { exit: Exit::Lost(_), .. }));
+                if what == "failure" { own } else { interrupted(&seen) }
+            })
+            .await;
             let stopped = driver.stop(&id, Keep::Disk, GRACE).await.unwrap();
             assert!(!stopped.flushed, "{what}");
             driver.start(&id, Keep::Disk, Run(run)).await.unwrap();
@@ -248,10 +253,24 @@ async fn a_pod_without_room_waits_and_goes_on_by_itself() {
 #[tokio::test]
 async fn an_image_that_can_not_be_had_is_told_and_nothing_goes_on_trying() {
     let behaviour = Behaviour { no_image: true, ..Behaviour::default() };
-    let (bench, driver) = Bench::with(Generation::Stable, behaviour, |_| {}).await;
+    let (bench, driver) = Bench::with(Generation::Stable, behaviour, |c| {
+        c.patience = Duration::from_millis(400);
+    })
+    .await;
     let id = SandboxId::generate();
     driver.create(&id, &spec(), Run(1)).await.unwrap();
-    let missing = driver.start(&id, Keep::Disk, Run(1)).await;
+    let first = driver.start(&id, Keep::Disk, Run(1)).await;
+    assert!(
+        matches!(&first, Err(error @ DriverError::Pending(text)) if text.contains("tiny") && error.waits_for_host()),
+        "its node tries again: {first:?}"
+    );
+    let mut missing = first;
+    for _ in 0..20 {
+        if !matches!(missing, Err(DriverError::Pending(_))) {
+            break;
+        }
+        missing = driver.start(&id, Keep::Disk, Run(1)).await;
+    }
     assert!(matches!(&missing, Err(DriverError::BaseMissing(text)) if text.contains("tiny")), "{missing:?}");
     assert!(bench.server.names("pods").is_empty());
     assert_eq!(driver.observe(&id).await.unwrap(), Observed::Stopped { memory: false });

@@ -10,6 +10,8 @@ mod places;
 mod rights;
 #[path = "requests/secure.rs"]
 mod secure;
+#[path = "requests/watches.rs"]
+mod watches;
 
 use std::time::Duration;
 
@@ -134,7 +136,8 @@ async fn a_pod_is_what_spec_and_configuration_say_and_nothing_of_the_node_is_ope
     assert_eq!(container["command"], json!(["/.torpor/torpor-agent", "--pod", "/.torpor/agent.sock"]));
     assert_eq!(container["resources"]["limits"], json!({"cpu": "1", "memory": (96 << 20).to_string()}));
     assert_eq!(container["securityContext"]["allowPrivilegeEscalation"], json!(false));
-    assert!(container["env"].is_null(), "an environment may hold secrets, and goes by the agent");
+    let grace = json!([{"name": "TORPOR_GRACE_SECONDS", "value": "10"}]);
+    assert_eq!(container["env"], grace, "an environment may hold secrets, and goes by the agent");
     assert_eq!(pod["initContainers"][0]["image"], json!("registry.test/torpor-agent:1"));
     assert_eq!(pod["runtimeClassName"], json!("kata"));
     assert_eq!(pod["serviceAccountName"], json!("sandbox"));

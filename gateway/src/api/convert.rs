@@ -3,7 +3,10 @@
 use std::time::{Duration, SystemTime};
 
 use torpor_proto::v1;
-use torpor_sandbox::{Exit, Failure, Keep, Phase, RestartPolicy, State, Volume, spec::unqualified};
+use torpor_sandbox::{
+    Exit, Failure, Keep, Phase, RestartPolicy, State, Volume,
+    spec::{plain_path, unqualified},
+};
 
 use super::{endpoints, json, network};
 use crate::{
@@ -143,7 +146,7 @@ fn port(port: v1::ExposeAtCreate) -> ExposeWish {
 }
 
 pub fn volume(volume: v1::Volume) -> Volume {
-    Volume { source: volume.source, target: volume.target, read_only: volume.read_only }
+    Volume { source: volume.source, target: plain_path(&volume.target), read_only: volume.read_only }
 }
 
 pub fn shown_volume(volume: &Volume) -> v1::Volume {

@@ -1,6 +1,6 @@
 //! The agent-sandbox controller, as each of its releases behaves.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use serde_json::{Value, json};
 
@@ -9,6 +9,8 @@ use crate::{
     store::{Deletion, Part, deleting, now, number, text},
     world::World,
 };
+
+const AGAIN: Duration = Duration::from_millis(50);
 
 /// Follows the changes until it is dropped.
 pub(crate) async fn run(world: Arc<World>) {
@@ -44,7 +46,25 @@ fn touched(world: &World, at: u64) -> (BTreeSet<Key>, u64) {
     (keys.collect(), inner.objects.version)
 }
 
-fn reconcile(world: &World, key: &Key) {
+/// As a controller tries again what has failed.
+async fn again(world: Arc<World>, key: Key) {
+    tokio::time::sleep(AGAIN).await;
+    reconcile(&world, &key);
+}
+
+/// What it says when the API server lets it make no pod.
+fn refused(world: &World, key: &Key, sandbox: &Value, why: &str) {
+    let generation = number(sandbox, "/metadata/generation");
+    world.edit(key, Part::Status, |value| {
+        let mut conditions = value["status"]["conditions"].as_array().cloned().unwrap_or_default();
+        let mut ready = condition("Ready", "False", "ReconcilerError", generation);
+        ready["message"] = json!(format!("Error seen: {why}"));
+        set(&mut conditions, ready);
+        value["status"]["conditions"] = json!(conditions);
+    });
+}
+
+fn reconcile(world: &Arc<World>, key: &Key) {
     let Ok(sandbox) = world.lock().objects.get(key) else { return };
     if deleting(&sandbox) {
         return;
@@ -71,6 +91,11 @@ fn reconcile(world: &World, key: &Key) {
         return;
     }
     if pod.is_none() {
+        if let Some(why) = world.behaviour().refuse_pods {
+            refused(world, key, &sandbox, why);
+            tokio::spawn(again(world.clone(), key.clone()));
+            return;
+        }
         make(world, PODS, &key.1, &key.2, new_pod(key, &sandbox));
     }
     // The race of the real one: a pod that is on its way out is as good as any other.

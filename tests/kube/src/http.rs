@@ -118,7 +118,8 @@ where
         }
         Some(Trouble::Stale) => Some(Refusal::conflict("objects", "x", "the object has been modified")),
         Some(Trouble::Forbidden) => {
-            Some(Refusal::new(403, "Forbidden", "forbidden: not allowed here", json!({})))
+            let text = "forbidden: User \"system:serviceaccount:torpor:torpor\" cannot do that here";
+            Some(Refusal::new(403, "Forbidden", text, json!({})))
         }
         Some(Trouble::Late(time)) => {
             tokio::time::sleep(time).await;

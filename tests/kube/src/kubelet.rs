@@ -169,6 +169,16 @@ fn is_there(world: &World, key: &Key, uid: &str) -> bool {
     world.lock().objects.get(key).is_ok_and(|pod| text(&pod, "/metadata/uid") == uid && !deleting(&pod))
 }
 
+fn waits(world: &World) -> Option<(&'static str, &'static str)> {
+    let behaviour = world.behaviour();
+    match behaviour.stuck {
+        _ if behaviour.no_image => Some(("ImagePullBackOff", "Back-off pulling image")),
+        Some("") => Some(("ContainerCreating", "")),
+        Some(reason) => Some((reason, "as the test wants it")),
+        None => None,
+    }
+}
+
 async fn boot(world: Arc<World>, key: Key, uid: String) {
     while world.behaviour().unschedulable {
         world.edit(&key, Part::Status, |pod| {
@@ -184,14 +194,18 @@ async fn boot(world: Arc<World>, key: Key, uid: String) {
         return;
     }
     world.edit(&key, Part::Main, |pod| pod["spec"]["nodeName"] = json!("node-1"));
-    let behaviour = world.behaviour();
-    if behaviour.no_image {
+    // It tries again what may go by.
+    while let Some((reason, message)) = waits(&world) {
         world.edit(&key, Part::Status, |pod| {
             pod["status"]["containerStatuses"] = json!([{"name": "sandbox", "ready": false,
-                "state": {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}}}]);
+                "state": {"waiting": {"reason": reason, "message": message}}}]);
         });
-        return;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        if !is_there(&world, &key, &uid) {
+            return;
+        }
     }
+    let behaviour = world.behaviour();
     tokio::time::sleep(behaviour.boot).await;
     if !is_there(&world, &key, &uid) {
         return;

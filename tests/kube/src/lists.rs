@@ -188,6 +188,7 @@ pub(crate) fn watch(
     let from = query.get("resourceVersion").map(str::parse::<u64>).transpose();
     let from = from.map_err(|_| Refusal::bad("resourceVersion: Invalid value"))?.filter(|n| *n > 0);
     let limit = query.get("timeoutSeconds").and_then(|n| n.parse().ok()).map(Duration::from_secs);
+    let limit = if world.behaviour().brief_watches { Some(Duration::ZERO) } else { limit };
     let initial = query.flag("sendInitialEvents");
     if initial && query.get("resourceVersionMatch") != Some("NotOlderThan") {
         return Err(Refusal::invalid(
@@ -238,6 +239,10 @@ impl Watcher {
         let every = self.world.behaviour().bookmark;
         loop {
             let (batch, reached, floor, generation) = self.batch(at);
+            // Of a server that was restored meanwhile.
+            if at > reached {
+                return self.too_old().await;
+            }
             if generation != began {
                 return Ok(());
             }

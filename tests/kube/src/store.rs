@@ -283,6 +283,33 @@ impl Objects {
         Ok((self.all.get(key).cloned().unwrap_or(new), true))
     }
 
+    /// Takes an object out and leaves what it owned, which nobody owns then.
+    pub(crate) fn orphan(&mut self, key: &Key) {
+        let Some(object) = self.all.get(key) else { return };
+        let uid = text(object, "/metadata/uid").to_owned();
+        for owned in self.owned.remove(&uid).into_iter().flatten() {
+            let Some(old) = self.all.get(&owned).cloned() else { continue };
+            let mut new = (*old).clone();
+            if let Some(meta) = new["metadata"].as_object_mut() {
+                meta.remove("ownerReferences");
+            }
+            self.put(&owned, Some(old), new);
+        }
+        self.remove(key);
+    }
+
+    /// Counts from an earlier version on, and so do all objects.
+    pub(crate) fn set_back(&mut self, by: u64) {
+        let earlier = |version: u64| version.saturating_sub(by).max(1);
+        self.version = earlier(self.version);
+        self.floor = self.version;
+        self.log.clear();
+        for value in self.all.values_mut() {
+            let version = text(value, "/metadata/resourceVersion").parse().unwrap_or_default();
+            Arc::make_mut(value)["metadata"]["resourceVersion"] = json!(earlier(version).to_string());
+        }
+    }
+
     /// Takes an object out, whatever holds it; what it owned follows.
     pub(crate) fn remove(&mut self, key: &Key) -> Arc<Value> {
         let Some(old) = self.all.remove(key) else { return Arc::default() };

@@ -133,8 +133,14 @@ pub struct Behaviour {
     pub pod_ips: Vec<String>,
     /// Pods stay Pending: no node has room.
     pub unschedulable: bool,
-    /// Their image can't be pulled.
+    /// Their image can't be pulled: tried again, with what the kubelet says.
     pub no_image: bool,
+    /// A container waits for what it is: "CreateContainerConfigError". Empty: it is being created, for ever.
+    pub stuck: Option<&'static str>,
+    /// The API server lets the controller make no pod, and says this.
+    pub refuse_pods: Option<&'static str>,
+    /// Watches end as soon as they have begun.
+    pub brief_watches: bool,
 }
 
 impl Default for Behaviour {
@@ -148,6 +154,9 @@ impl Default for Behaviour {
             pod_ips: Vec::new(),
             unschedulable: false,
             no_image: false,
+            stuck: None,
+            refuse_pods: None,
+            brief_watches: false,
         }
     }
 }
@@ -292,6 +301,10 @@ impl World {
 
     /// A pod's containers are killed: the pod is Failed.
     pub fn kill_pod(&self, name: &str) {
+        self.fail_pod(name, json!({}));
+    }
+
+    fn fail_pod(&self, name: &str, more: Value) {
         let uid = self.object("pods", name).map(|pod| text(&pod, "/metadata/uid").to_owned());
         if let Some(uid) = uid {
             self.kubelet.kill(&uid);
@@ -301,16 +314,28 @@ impl World {
             pod["status"]["containerStatuses"] = json!([{"name": "sandbox", "ready": false,
                 "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}]);
             pod["status"]["conditions"] = json!([{"type": "Ready", "status": "False"}]);
+            for (field, value) in more.as_object().into_iter().flatten() {
+                pod["status"][field] = value.clone();
+            }
         });
+    }
+
+    /// A Sandbox is deleted as by `kubectl delete --cascade=orphan`: what it owned stays, and nobody owns it.
+    pub fn orphan(&self, name: &str) {
+        self.lock().objects.orphan(&key("sandboxes", name));
+        self.announce();
+    }
+
+    /// Every version is an earlier one, as after a restore from a backup: nothing that clients know of it holds.
+    pub fn set_back(&self, by: u64) {
+        self.lock().objects.set_back(by);
+        self.announce();
     }
 
     /// A pod is evicted: Failed by the kubelet's own word, and left for the controller.
     pub fn evict_pod(&self, name: &str) {
-        self.kill_pod(name);
-        self.change_status("pods", name, |pod| {
-            pod["status"]["reason"] = json!("Evicted");
-            pod["status"]["message"] = json!("The node was low on resource: memory.");
-        });
+        let message = "The node was low on resource: memory.";
+        self.fail_pod(name, json!({"reason": "Evicted", "message": message}));
     }
 
     /// The controller's release, and the versions that are served with it, change under everybody.

@@ -1,6 +1,6 @@
 //! Commands in a sandbox, and connections into it.
 
-use std::{pin::Pin, time::Duration};
+use std::pin::Pin;
 
 use bytes::Bytes;
 use futures::{Stream, StreamExt as _, stream};
