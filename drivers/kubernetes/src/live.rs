@@ -81,8 +81,12 @@ impl Live {
         self.over.cancelled().await;
     }
 
-    /// Calls that are under way keep their connection.
+    /// Calls that are under way keep their connection. So does the wait for the word of a main command's end, which must
+    /// not have one of its own beside it.
     fn let_go(&self, idle: Duration) {
+        if self.main {
+            return;
+        }
         lock(&self.channel).take_if(|(_, used)| used.elapsed() >= idle);
     }
 

@@ -18,7 +18,15 @@ use rcgen::{
     Issuer, KeyPair, date_time_ymd,
 };
 use serde_json::json;
-use tokio_rustls::rustls::pki_types::{CertificateDer, pem::PemObject as _};
+use tokio_rustls::{
+    TlsConnector,
+    rustls::{
+        ClientConfig, RootCertStore,
+        crypto::ring,
+        pki_types::{CertificateDer, ServerName, pem::PemObject as _},
+        version::TLS13,
+    },
+};
 use torpor_driver_kubernetes::{AgentLink, KubernetesDriver, diagnose};
 use torpor_proto::agent::v1::{
     EnrollRequest, ExecInput, ExecStart, FileEnd, FileEntry, FileKind, UploadEnd, UploadInput, UploadStart,
@@ -152,6 +160,60 @@ fn server_params(bench: &Bench, id: &SandboxId) -> CertificateParams {
     params
 }
 
+/// The gateway's own, as its state directory has it.
+fn authority(bench: &Bench) -> (Issuer<'static, KeyPair>, Vec<u8>) {
+    let file = |name: &str| fs::read_to_string(bench.config.state_dir.join("kubernetes").join(name)).unwrap();
+    let (kept, name) = (file("agents-ca.pem"), format!("agents of torpor {}", file("identity").trim()));
+    let certificate = CertificateDer::from_pem_slice(kept.as_bytes()).unwrap();
+    (Issuer::new(authority_params(&name), KeyPair::from_pem(&kept).unwrap()), certificate.to_vec())
+}
+
+fn signed(params: CertificateParams, issuer: &Issuer<'_, KeyPair>) -> (Vec<u8>, KeyPair) {
+    let key = KeyPair::generate().unwrap();
+    (params.signed_by(&key, issuer).unwrap().der().to_vec(), key)
+}
+
+/// Until when the certificate holds that an agent shows to everybody, seconds from now.
+async fn shown(bench: &Bench, id: &SandboxId, authority: &[u8]) -> i64 {
+    let pod = bench.server.object("pods", &object(id)).unwrap();
+    let address = (pod["status"]["podIP"].as_str().unwrap(), bench.config.agent_port);
+    let name = format!("{}.{id}.agents.torpor.internal", pod["metadata"]["uid"].as_str().unwrap());
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from(authority.to_vec())).unwrap();
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_protocol_versions(&[&TLS13])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    let name = ServerName::try_from(name).unwrap();
+    let stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap();
+    let certificate = stream.get_ref().1.peer_certificates().unwrap()[0].clone();
+    let (_, read) = x509_parser::parse_x509_certificate(&certificate).unwrap();
+    read.validity().not_after.timestamp() - seconds(0).as_secs() as i64
+}
+
+#[tokio::test]
+async fn a_certificate_that_ends_soon_is_replaced_over_the_port_itself() {
+    let test = "a_certificate_that_ends_soon_is_replaced_over_the_port_itself";
+    let Some((bench, driver)) = bench(test, &[]).await else { return };
+    let id = ready(&*driver, &spec()).await;
+    by_port(&*driver, 1).await;
+    let (ours, ca) = authority(&bench);
+    let day = 24 * 3600;
+    assert!(shown(&bench, &id, &ca).await > 80 * day);
+    let mut short = server_params(&bench, &id);
+    (short.not_before, short.not_after) =
+        (date_time_ymd(1970, 1, 1) + seconds(-day), date_time_ymd(1970, 1, 1) + seconds(10 * day));
+    enroll(&bench, &*driver, &id, ca.clone(), signed(short, &ours)).await;
+    assert!(shown(&bench, &id, &ca).await < 11 * day);
+    drop(driver);
+    let driver = bench.driver().await;
+    assert_eq!(run(&*driver, &id, "echo good").await, "good\n");
+    until("it is replaced", async || shown(&bench, &id, &ca).await > 80 * day).await;
+    assert_eq!((links(&*driver), execs(&bench)), ([0, 1], 1));
+}
+
 #[tokio::test]
 async fn each_run_takes_one_exec_and_a_new_gateway_none() {
     let Some((bench, driver)) = bench("each_run_takes_one_exec_and_a_new_gateway_none", &[]).await else {
@@ -219,11 +281,7 @@ async fn an_agent_with_other_credentials_is_given_its_own_again() {
     };
     let id = ready(&*driver, &spec()).await;
     by_port(&*driver, 1).await;
-    let kept = fs::read_to_string(bench.config.state_dir.join("kubernetes/agents-ca.pem")).unwrap();
-    let name = "agents of torpor ".to_owned()
-        + fs::read_to_string(bench.config.state_dir.join("kubernetes/identity")).unwrap().trim();
-    let ours = Issuer::new(authority_params(&name), KeyPair::from_pem(&kept).unwrap());
-    let authority = CertificateDer::from_pem_slice(kept.as_bytes()).unwrap().to_vec();
+    let (ours, authority) = authority(&bench);
     let strange =
         CertifiedIssuer::self_signed(authority_params("strange"), KeyPair::generate().unwrap()).unwrap();
     // Expired; of somebody else's authority; of the right one with another's name; and an agent that lets others in.
@@ -232,10 +290,6 @@ async fn an_agent_with_other_credentials_is_given_its_own_again() {
         (date_time_ymd(1970, 1, 1) + seconds(-7200), date_time_ymd(1970, 1, 1) + seconds(-3600));
     let mut other = CertificateParams::new(vec!["gateway.agents.torpor.internal".to_owned()]).unwrap();
     other.extended_key_usages = vec![Usage::ServerAuth];
-    let signed = |params: CertificateParams, issuer: &Issuer<'_, KeyPair>| {
-        let key = KeyPair::generate().unwrap();
-        (params.signed_by(&key, issuer).unwrap().der().to_vec(), key)
-    };
     let right = server_params(&bench, &id);
     let cases = [
         ("expired", authority.clone(), signed(expired, &ours)),

@@ -84,36 +84,40 @@ async fn only_our_field_is_patched_in_either_version() {
 #[tokio::test]
 async fn looking_at_what_is_not_used_opens_no_exec() {
     let idle = Duration::from_millis(100);
-    let (bench, driver) =
-        Bench::with(Generation::Stable, Behaviour::default(), |config| config.idle = idle).await;
-    let id = SandboxId::generate();
-    driver.create(&id, &spec(), Run(1)).await.unwrap();
-    driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
-    let execs = || bench.server.counts().get("exec pods").copied().unwrap_or_default();
-    assert_eq!(execs(), 1);
-    let ready = Observed::Running { run: Run(1), agent: true };
-    for _ in 0..20 {
-        assert_eq!(driver.observe(&id).await.unwrap(), ready);
-        tokio::time::sleep(idle / 4).await;
+    // One with a main command has a connection for the word of its end, and one only.
+    for (command, kept) in [(vec![], 0), (vec!["serve".to_owned()], 1)] {
+        let (bench, driver) =
+            Bench::with(Generation::Stable, Behaviour::default(), |config| config.idle = idle).await;
+        let id = SandboxId::generate();
+        driver.create(&id, &SandboxSpec { command, ..spec() }, Run(1)).await.unwrap();
+        driver.start(&id, Keep::Disk, Run(1)).await.unwrap();
+        let execs = || bench.server.counts().get("exec pods").copied().unwrap_or_default();
+        assert_eq!(execs(), 1);
+        let ready = Observed::Running { run: Run(1), agent: true };
+        for _ in 0..20 {
+            assert_eq!(driver.observe(&id).await.unwrap(), ready);
+            tokio::time::sleep(idle / 4).await;
+        }
+        assert_eq!(execs(), 1);
+        drop(driver);
+        let driver = bench.driver().await;
+        until("watched", async || driver.watched() == Some(1)).await;
+        bench.server.forget();
+        for _ in 0..20 {
+            assert_eq!(driver.observe(&id).await.unwrap(), ready);
+            tokio::time::sleep(idle / 4).await;
+        }
+        assert_eq!(
+            (execs(), bench.server.counts().values().sum()),
+            (kept, kept),
+            "and nothing else is asked"
+        );
+        bench.server.kill_pod(&object(&id));
+        until("its end is seen without it", async || {
+            matches!(driver.observe(&id).await.unwrap(), Observed::Ended(_))
+        })
+        .await;
     }
-    drop(driver);
-    let driver = bench.driver().await;
-    until("watched", async || driver.watched() == Some(1)).await;
-    bench.server.forget();
-    for _ in 0..20 {
-        assert_eq!(driver.observe(&id).await.unwrap(), ready);
-    }
-    assert_eq!(
-        bench.server.counts().values().sum::<u64>(),
-        0,
-        "nor anything else: {:?}",
-        bench.server.counts()
-    );
-    bench.server.kill_pod(&object(&id));
-    until("its end is seen without it", async || {
-        matches!(driver.observe(&id).await.unwrap(), Observed::Ended(_))
-    })
-    .await;
 }
 
 #[tokio::test]

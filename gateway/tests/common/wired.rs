@@ -69,6 +69,9 @@ impl ComputeDriver for Wired {
     async fn facts(&self, id: &SandboxId) -> Facts {
         self.sim.facts(id).await
     }
+    fn agent_links(&self) -> Vec<(&'static str, usize)> {
+        vec![("exec", 1), ("mtls", 2)]
+    }
     async fn console(&self, id: &SandboxId, bytes: usize) -> Vec<u8> {
         self.sim.console(id, bytes).await
     }

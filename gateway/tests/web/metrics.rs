@@ -120,6 +120,20 @@ async fn every_line_is_of_the_text_format() {
 }
 
 #[tokio::test]
+async fn agents_are_counted_by_the_way_that_they_are_reached() {
+    let mut world = World::with_agent(Script::default()).await;
+    world.stop().await;
+    world.config.metrics = MetricsConfig { address: "127.0.0.1:0".to_owned(), public: false };
+    world.start().await;
+    let (_, _, text) = ask(&world.figures(), "GET", "/metrics").await;
+    for (link, count) in [("exec", 1.0), ("mtls", 2.0)] {
+        let sample = format!("torpor_agent_links{{driver=\"sim\",link=\"{link}\"}}");
+        assert_eq!(value(&text, &sample), Some(count), "{text}");
+    }
+    assert!(include_str!("../../../docs/reference/metrics.md").contains("`torpor_agent_links`"));
+}
+
+#[tokio::test]
 async fn a_call_that_drivers_fail_or_nobody_waits_for_is_told_apart() {
     let (world, address) = world().await;
     let mut client = world.sandboxes().await;
