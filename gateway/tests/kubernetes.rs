@@ -56,6 +56,17 @@ struct Host {
 impl Host {
     async fn new(generation: Generation) -> Self {
         let cluster = Server::start(generation, Behaviour::default()).await.unwrap();
+        for text in include_str!("../../deploy/kubernetes/rbac.yaml").split("\n---\n") {
+            let object: serde_json::Value = serde_saphyr::from_str(text).unwrap();
+            match object["metadata"]["name"].as_str() {
+                Some("torpor-sandboxes") => {
+                    for name in [NAMESPACE, "default"] {
+                        cluster.grant(Some(name), &object["rules"]);
+                    }
+                }
+                _ => cluster.grant(None, &object["rules"]),
+            }
+        }
         let gateway = Process::new(config, PATIENCE);
         cluster.kubeconfig(gateway.dir.path()).unwrap();
         Self { gateway, cluster }

@@ -300,8 +300,8 @@ impl Cluster {
         let ask = || async {
             match self.raw::<Value>(Lane::Fast, "/api/v1/namespaces/kube-system").await {
                 Ok(namespace) => Ok(namespace["metadata"]["uid"].as_str().map(str::to_owned)),
-                Err(error) if error.is_absence() => Err(error),
-                Err(_) => Ok(None),
+                Err(error) if matches!(error.code(), 403 | 404) => Ok(None),
+                Err(error) => Err(error),
             }
         };
         self.id.get_or_try_init(ask).await.cloned()

@@ -159,7 +159,21 @@ impl Inner {
 
     /// Removes the Sandbox with its pod, then the claim, then what is ours here. True when there was anything.
     async fn remove(&self, id: &SandboxId) -> Result<bool, DriverError> {
-        let namespace = self.namespace_of(id)?;
+        if self.store.specs.exists(id) {
+            return self.remove_from(id, self.namespace_of(id)?).await;
+        }
+        // Nothing is noted of it: what came late of one that was deleted may be in each.
+        let mut had = false;
+        for namespace in self.namespaces() {
+            self.store.suppose(id, &namespace);
+            let removed = self.remove_from(id, namespace).await;
+            self.store.forget_place(id);
+            had |= removed?;
+        }
+        Ok(had)
+    }
+
+    async fn remove_from(&self, id: &SandboxId, namespace: String) -> Result<bool, DriverError> {
         // Without the kind there is no object of it.
         let had_sandbox = !matches!(self.cluster.served().await, Err(ApiError::Absent))
             && self.remove_sandbox(id, &namespace).await?;

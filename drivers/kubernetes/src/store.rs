@@ -114,6 +114,15 @@ impl Store {
         self.namespaces().get(id).cloned()
     }
 
+    /// Looks for it there, while there is no note of it.
+    pub(crate) fn suppose(&self, id: &SandboxId, namespace: &str) {
+        self.namespaces().insert(id.clone(), Arc::from(namespace));
+    }
+
+    pub(crate) fn forget_place(&self, id: &SandboxId) {
+        self.namespaces().remove(id);
+    }
+
     /// Those of all places.
     pub(crate) fn all_namespaces(&self) -> BTreeSet<String> {
         self.namespaces().values().map(|one| one.to_string()).collect()
@@ -122,7 +131,7 @@ impl Store {
     /// Removes all that is noted of a sandbox.
     pub(crate) fn delete(&self, id: &SandboxId) -> Result<(), DriverError> {
         self.specs.delete(id)?;
-        self.namespaces().remove(id);
+        self.forget_place(id);
         Ok(())
     }
 

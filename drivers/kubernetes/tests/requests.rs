@@ -4,6 +4,8 @@
 mod common;
 #[path = "requests/late.rs"]
 mod late;
+#[path = "requests/others.rs"]
+mod others;
 #[path = "requests/places.rs"]
 mod places;
 #[path = "requests/rights.rs"]

@@ -173,7 +173,9 @@ async fn what_comes_late_of_a_deleted_sandbox_is_removed() {
     let storage = json!({"resources": {"requests": {"storage": "1Gi"}}});
     let others = json!({"torpor.dev/gateway": labels["torpor.dev/gateway"], "torpor.dev/sandbox": SandboxId::generate().as_str()});
     host.cluster.make(CLAIMS, "unknown", json!({"metadata": {"labels": others}, "spec": storage.clone()}));
-    host.cluster.make(CLAIMS, &claim, json!({"metadata": {"labels": labels.clone()}, "spec": storage}));
+    // In another namespace than the usual one: nothing is noted any more of where it was.
+    let late = json!({"metadata": {"labels": labels.clone()}, "spec": storage});
+    assert!(host.cluster.make_in("default", CLAIMS, &claim, late));
     host.cluster.make("sandboxes", &object, json!({"metadata": {"labels": labels}, "spec": spec}));
     for _ in 0..1200 {
         if host.cluster.names("sandboxes").is_empty() && host.cluster.names(CLAIMS) == ["unknown"] {

@@ -249,7 +249,15 @@ impl World {
 
     /// Makes an object as somebody else would; false when there is one already or it is not valid.
     pub fn make(&self, plural: &str, name: &str, value: Value) -> bool {
-        let key = key(plural, name);
+        self.make_in(NAMESPACE, plural, name, value)
+    }
+
+    /// The same in another namespace.
+    pub fn make_in(&self, namespace: &str, plural: &str, name: &str, value: Value) -> bool {
+        let mut key = key(plural, name);
+        if !key.1.is_empty() {
+            namespace.clone_into(&mut key.1);
+        }
         self.write(|objects| objects.create(&key, value)).is_ok()
     }
 
