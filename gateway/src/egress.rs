@@ -69,7 +69,7 @@ impl Service {
         let driver = self.driver(&record.spec.driver)?;
         // The policy only: what else of it could not be made anew today must not keep anybody from cutting it off.
         let own = &record.spec;
-        let mut spec = SandboxSpec::of(&own.driver, &own.image, &own.image_digest, own.resources.clone());
+        let mut spec = SandboxSpec::of(&own.driver, &own.image, &own.image_digest, own.resources);
         spec.egress.clone_from(&egress);
         driver.check(&spec).map_err(|error| ApiError::from(error).about(&record))?;
         let id = record.id.to_string();
