@@ -566,7 +566,7 @@ async fn each_field_of_an_update_is_done_or_refused_with_the_reason() {
         // Others' additions to the pod template stay.
         host.cluster.change("sandboxes", &object, |sandbox| {
             let containers = sandbox["spec"]["podTemplate"]["spec"]["containers"].as_array_mut().unwrap();
-            containers.insert(0, json!({"name": "theirs", "image": "theirs:1"}));
+            containers.push(json!({"name": "theirs", "image": "theirs:1"}));
         });
         client.stop(v1::StopRequest { target: common::target("a") }).await.unwrap();
         for (field, change) in changes() {
@@ -589,9 +589,9 @@ async fn each_field_of_an_update_is_done_or_refused_with_the_reason() {
         let pod = host.cluster.object("pods", &object).unwrap();
         assert_eq!(pod["spec"]["terminationGracePeriodSeconds"], json!(77), "{generation:?}");
         let containers = pod["spec"]["containers"].as_array().unwrap();
-        assert_eq!(containers[0], json!({"name": "theirs", "image": "theirs:1"}), "{generation:?}");
+        assert_eq!(containers[1], json!({"name": "theirs", "image": "theirs:1"}), "{generation:?}");
         let limits = json!({"cpu": "3", "memory": (320_u64 << 20).to_string()});
-        assert_eq!(containers[1]["resources"], json!({"limits": limits, "requests": limits}));
+        assert_eq!(containers[0]["resources"], json!({"limits": limits, "requests": limits}));
         let folders = fs::read_dir(host.gateway.state().join("kubernetes")).unwrap();
         let stored = folders.flatten().map(|one| one.path().join("spec.json")).find(|p| p.is_file()).unwrap();
         let stored: serde_json::Value = serde_json::from_str(&fs::read_to_string(stored).unwrap()).unwrap();

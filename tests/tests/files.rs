@@ -192,7 +192,7 @@ fn hostile_names(host: &Host, address: &str) {
         let (status, answer) = uploaded(address, name, &[b"odd"]);
         assert!(status == 200 && answer.contains("\"files\":\"1\""), "{answer}");
     }
-    assert_eq!(host.sh("box", "ls /tmp/odd | grep -c . ; cat /tmp/odd/*id*; stat -c %a /tmp/odd/-rf; ls /pwned /tmp/odd/pwned 2>/dev/null | wc -l"), "6\nodd640\n0\n");
+    assert_eq!(host.sh("box", "find /tmp/odd -type f -exec echo x \\; | wc -l; cat /tmp/odd/*id*; stat -c %a /tmp/odd/-rf; ls /pwned /tmp/odd/pwned 2>/dev/null | wc -l"), "5\nodd640\n0\n");
     let long = b"x/".repeat(2048);
     for name in
         [&b"a\0b"[..], b"..", b"../x", b"a/../x", b"./x", b"/etc/x", b"", b"a//b", b"a/", &[b'x'; 256], &long]

@@ -117,11 +117,22 @@ pub fn parse(of: &MessageDescriptor, value: Value) -> Result<DynamicMessage, Pro
     let mut track = serde_path_to_error::Track::new();
     let tracked = serde_path_to_error::Deserializer::new(value, &mut track);
     let parsed = DynamicMessage::deserialize_with_options(of.clone(), tracked, &options);
-    parsed.map_err(|error| match track.path().to_string().as_str() {
+    parsed.map_err(|error| match (track.path().to_string().as_str(), without_value(&error.to_string())) {
         // The message itself.
-        "." => Problem::new(format!("{}: {error}", of.name())),
-        path => Problem::of(path, error),
+        (".", error) => Problem::new(format!("{}: {error}", of.name())),
+        (path, error) => Problem::of(path, error),
     })
+}
+
+/// What is wrong with a value, in serde's words, without the value itself: it may be a secret in a wrong place.
+fn without_value(said: &str) -> String {
+    let is_about_one = ["invalid type: ", "invalid value: "].iter().any(|begin| said.starts_with(begin));
+    match (said.find(['"', '`']), said.rfind(", expected ")) {
+        (Some(value), Some(expected)) if is_about_one && value < expected => {
+            format!("{}{}", said[..value].trim_end(), &said[expected..])
+        }
+        _ => said.to_owned(),
+    }
 }
 
 fn query(text: Option<&str>) -> Result<Vec<(String, String)>, Problem> {
@@ -205,5 +216,26 @@ fn scalar(field: &FieldDescriptor, text: &str, shown: &str) -> Result<Value, Pro
             Ok(Value::from(text.parse::<i32>().unwrap_or_default()))
         }
         _ => Ok(Value::String(text.to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_problem_with_a_value_does_not_show_it() {
+        let cases = [
+            (
+                r#"invalid type: string "s3cret, expected x", expected a map"#,
+                "invalid type: string, expected a map",
+            ),
+            ("invalid value: integer `7`, expected base64", "invalid value: integer, expected base64"),
+            ("invalid type: sequence, expected a string", "invalid type: sequence, expected a string"),
+            ("unrecognized field name 'x'", "unrecognized field name 'x'"),
+        ];
+        for (said, wanted) in cases {
+            assert_eq!(without_value(said), wanted);
+        }
     }
 }
