@@ -78,6 +78,8 @@ pub struct Reconciler {
     workers: Mutex<HashMap<SandboxId, Arc<Worker>>>,
     /// Those that wait for something of the host.
     hungry: Mutex<HashSet<SandboxId>>,
+    /// Sandboxes that their drivers have deleted, until that is written.
+    emptied: Mutex<HashSet<SandboxId>>,
     boots: Pool,
     remote_boots: Pool,
     stops: Pool,
@@ -152,6 +154,7 @@ impl Reconciler {
             in_force: service.in_force.clone(),
             workers: Mutex::default(),
             hungry: Mutex::default(),
+            emptied: Mutex::default(),
             boots: Pool::new("start", cpus * BOOTS_PER_CPU),
             remote_boots: Pool::new("start_remote", REMOTE_BOOTS),
             stops: Pool::new("stop", STOPS),
@@ -357,7 +360,7 @@ impl Reconciler {
         call.end(observed.as_ref().err().map(DriverError::reason));
         let observed = observed.unwrap_or_else(|error| Observed::Unknown(error.to_string()));
         let nothing_runs = matches!(observed, Observed::Stopped { .. } | Observed::Missing);
-        match step(&record.state, &observed) {
+        match self.asked_first(&record, driver.as_ref(), step(&record.state, &observed)) {
             Step::Rest if nothing_runs => self.rest(&record, backoff).await,
             // A guest that silences its agent gets no other policy by that.
             Step::Rest => match self.adjust(&record, driver.as_ref(), backoff).await {
@@ -651,9 +654,25 @@ impl Reconciler {
                 // The record goes with the next turn, which sees that nothing is left.
                 self.store.release(id).await.map_err(|e| DriverError::backend("giving back the loan", e))?;
                 hit("reconcile.delete_released")?;
+                locked(&self.emptied).insert(id.clone());
                 Ok(Done::Look)
             }
             Step::Rest | Step::Wait | Step::Happened(_) => Ok(Done::Look),
+        }
+    }
+
+    /// What is elsewhere and isn't seen may be there all the same, when what is noted of it here is lost: a deletion is
+    /// believed of a driver that has looked for it.
+    fn asked_first(&self, record: &Record, driver: &dyn ComputeDriver, step: Step) -> Step {
+        match step {
+            Step::Happened(Event::Deleted)
+                if !locked(&self.emptied).remove(&record.id)
+                    && record.state.created
+                    && !driver.is_of_this_host() =>
+            {
+                Step::Delete
+            }
+            step => step,
         }
     }
 

@@ -159,7 +159,7 @@ impl Inner {
 
     /// Removes the Sandbox with its pod, then the claim, then what is ours here. True when there was anything.
     async fn remove(&self, id: &SandboxId) -> Result<bool, DriverError> {
-        if self.store.specs.exists(id) {
+        if self.store.specs.exists(id) || self.cache.namespace(id).is_some() {
             return self.remove_from(id, self.namespace_of(id)?).await;
         }
         // Nothing is noted of it: what came late of one that was deleted may be in each.

@@ -155,6 +155,46 @@ async fn a_lost_database_beside_sandboxes_of_the_cluster_is_seen_and_made_anew()
     delete(&channel, &host).await;
 }
 
+/// The sandbox's own folder is lost, and its objects have another label: nobody says that it is deleted while they are there.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_delete_is_not_done_while_objects_of_its_name_are_there_under_another_label() {
+    let (mut host, channel) = with_one().await;
+    let get = v1::GetSandboxRequest { sandbox: "a".into() };
+    let id = SandboxesClient::new(channel).get(get.clone()).await.unwrap().into_inner().id;
+    host.gateway.kill();
+    let folder = host.gateway.state().join("kubernetes");
+    let identity = fs::read_to_string(folder.join("identity")).unwrap();
+    fs::remove_dir_all(folder.join(&id)).unwrap();
+    let label = |to: &str| {
+        for kind in ["sandboxes", CLAIMS] {
+            for name in host.cluster.names(kind) {
+                let label =
+                    |o: &mut serde_json::Value| o["metadata"]["labels"]["torpor.dev/gateway"] = json!(to);
+                assert!(host.cluster.change(kind, &name, label));
+            }
+        }
+    };
+    label("another");
+    host.gateway.start(None);
+    let channel = host.gateway.connect().await.unwrap();
+    let mut client = SandboxesClient::new(channel.clone());
+    let request = v1::DeleteSandboxRequest { target: no_wait("a"), allow_missing: false };
+    client.delete(request).await.unwrap();
+    // Told between two tries.
+    let mut told = false;
+    for _ in 0..400 {
+        let status = client.get(get.clone()).await.expect("it is not gone").into_inner().status.unwrap();
+        assert_eq!(status.phase(), Phase::Deleting);
+        told |= format!("{status:?}").contains("kubectl -n sandboxes label sandbox");
+        tokio::time::sleep(Duration::from_millis(if told { 1 } else { 25 })).await;
+    }
+    assert!(told);
+    assert_eq!((host.cluster.names("sandboxes").len(), host.cluster.names(CLAIMS).len()), (1, 1));
+    label(identity.trim());
+    until(&channel, &[None], "delete").await.unwrap();
+    assert!(host.cluster.names("sandboxes").is_empty() && host.cluster.names(CLAIMS).is_empty());
+}
+
 /// The cluster carries out a request that was given up, after the sandbox was deleted.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_comes_late_of_a_deleted_sandbox_is_removed() {
