@@ -306,8 +306,10 @@ fn secrets_are_where_the_documentation_says_and_nowhere_else() {
         found = control.in_processes();
         found.len() == 2
     });
-    (sleeps.kill().unwrap(), shell.kill().unwrap());
-    (sleeps.wait().unwrap(), shell.wait().unwrap());
+    for child in [&mut sleeps, &mut shell] {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
     assert!(
         found.iter().any(|one| one.contains("cmdline")) && found.iter().any(|one| one.contains("environ"))
     );
