@@ -5,7 +5,10 @@
 
 use std::{
     future::Future,
-    sync::{PoisonError, RwLock},
+    sync::{
+        PoisonError, RwLock,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -225,6 +228,8 @@ pub(crate) struct Cluster {
     pub(crate) namespace: String,
     found: RwLock<Option<Found>>,
     id: OnceCell<Option<String>>,
+    /// What was found is in doubt.
+    doubted: AtomicBool,
     fast: Semaphore,
     look: Semaphore,
     create: Semaphore,
@@ -268,6 +273,7 @@ impl Cluster {
             namespace,
             found: RwLock::default(),
             id: OnceCell::new(),
+            doubted: AtomicBool::new(false),
             fast: Semaphore::new(FAST),
             look: Semaphore::new(LOOK),
             create: Semaphore::new(CREATE),
@@ -281,17 +287,17 @@ impl Cluster {
         *self.found.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next who needs it asks again.
-    pub(crate) fn forget(&self) {
-        *self.found.write().unwrap_or_else(PoisonError::into_inner) = None;
+    /// The next who needs it asks again. Until then it is what is known.
+    fn doubt(&self) {
+        self.doubted.store(true, Ordering::Release);
     }
 
     /// The version to speak.
     pub(crate) async fn served(&self) -> Result<Served, ApiError> {
         match self.found() {
-            Some(Found::Version(served)) => Ok(served),
+            Some(Found::Version(served)) if !self.doubted.load(Ordering::Acquire) => Ok(served),
             // It may have been installed since.
-            Some(Found::Nothing) | None => self.discover().await,
+            _ => self.discover().await,
         }
     }
 
@@ -328,6 +334,7 @@ impl Cluster {
     /// Asks which version to speak.
     pub(crate) async fn discover(&self) -> Result<Served, ApiError> {
         let found = Served::best(&self.versions().await?).map_or(Found::Nothing, Found::Version);
+        self.doubted.store(false, Ordering::Release);
         let before = self.found.write().unwrap_or_else(PoisonError::into_inner).replace(found);
         if before != Some(found) {
             match found {
@@ -397,7 +404,7 @@ impl Cluster {
         if let Err(error) = &done
             && error.is_unknown_version()
         {
-            self.forget();
+            self.doubt();
         }
         done
     }

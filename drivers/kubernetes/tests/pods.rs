@@ -398,3 +398,20 @@ async fn a_name_that_no_image_can_have_fails_at_once() {
         "{missing:?}"
     );
 }
+
+#[tokio::test]
+async fn an_agents_image_that_can_not_be_had_is_not_called_the_sandboxs() {
+    let behaviour = Behaviour { stuck: Some(""), ..Behaviour::default() };
+    let (bench, driver) = Bench::with(Generation::Stable, behaviour, with(400)).await;
+    let id = created(&bench, &driver).await;
+    assert!(matches!(driver.start(&id, Keep::Disk, Run(1)).await, Err(DriverError::Pending(_))));
+    bench.server.change_status("pods", &object(&id), |pod| {
+        pod["status"]["initContainerStatuses"] = json!([{"name": "agent", "ready": false,
+            "state": {"waiting": {"reason": "ErrImagePull", "message": "not found"}}}]);
+    });
+    let missing = start(&driver, &id).await;
+    assert!(
+        matches!(&missing, Err(DriverError::BaseMissing(text)) if text.contains("the agent's image registry.test/torpor-agent:1")),
+        "{missing:?}"
+    );
+}
