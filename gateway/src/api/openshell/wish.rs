@@ -16,14 +16,6 @@ pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
     if from.resource_requirements.as_ref().is_some_and(|wanted| wanted.gpu.is_some()) {
         return Err(no_gpu("spec.resource_requirements.gpu"));
     }
-    for (field, is_set) in [
-        ("spec.template.runtime_class_name", !template.runtime_class_name.is_empty()),
-        ("spec.template.user_namespaces", template.user_namespaces.is_some_and(|wanted| wanted)),
-    ] {
-        if is_set {
-            return Err(not_done(field));
-        }
-    }
     let restart_policy = match os::SandboxRestartPolicy::try_from(from.restart_policy) {
         Ok(os::SandboxRestartPolicy::Unspecified) => v1::RestartPolicy::Unspecified,
         Ok(os::SandboxRestartPolicy::Never) => v1::RestartPolicy::Never,
@@ -82,15 +74,6 @@ fn driver_config(config: Option<&Struct>, spec: &mut v1::SandboxSpec) -> Result<
         }
     }
     Ok(())
-}
-
-/// Something that would protect, or do, more than what there would be without it.
-fn not_done(field: &str) -> ApiError {
-    let message = format!(
-        "{field}: it is not served; drivers are told such things in driver_config (docs/guide/openshell.md), as far as the \
-         gateway's configuration allows"
-    );
-    ApiError::new(Code::Unimplemented, "FIELD_NOT_SERVED", message).with("field", field)
 }
 
 /// A GPU was asked for.
