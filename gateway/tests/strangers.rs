@@ -316,8 +316,6 @@ async fn what_is_asked_for_in_the_other_interface_is_done_or_refused() {
             Code::InvalidArgument,
             os::SandboxTemplate { resources: Some(wants("ephemeral-storage")), ..template() },
         ),
-        (Code::Unimplemented, os::SandboxTemplate { runtime_class_name: "kata".into(), ..template() }),
-        (Code::Unimplemented, os::SandboxTemplate { user_namespaces: Some(true), ..template() }),
     ];
     for (code, template) in refusals {
         let spec = os::SandboxSpec { template: Some(template.clone()), ..Default::default() };
