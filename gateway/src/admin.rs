@@ -224,7 +224,7 @@ fn found_in(place: &Place, id: &SandboxId, names: &mut BTreeSet<String>) -> Resu
 fn pod_run(storage: &Path, id: &SandboxId) -> Option<Run> {
     let text = fs::read_to_string(storage.join(id.as_str()).join("run.json")).ok()?;
     let record: Value = serde_json::from_str(&text).ok()?;
-    record["run"].as_u64().filter(|_| record["configured"] == true).map(Run)
+    record["run"].as_u64().filter(|_| record["configured"] == true || record["restored"] == true).map(Run)
 }
 
 /// The run of a container that was started in this boot of the host; whether it is there still, its driver finds out.

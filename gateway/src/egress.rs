@@ -1,7 +1,12 @@
 //! Where sandboxes may send to: what a request says, checked, and the change of it.
 
-use std::sync::Arc;
+use std::{
+    collections::HashSet,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
+use tokio_util::sync::CancellationToken;
 use torpor_driver_common::Turns;
 use torpor_sandbox::{Change, ComputeDriver, DriverError, Egress, SandboxId, SandboxSpec};
 
@@ -11,16 +16,22 @@ use crate::{
     store::{Applied, Store, StoreError},
 };
 
+/// Before what could not be done is tried again, and the longest.
+const AGAIN: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
 /// Lets what runs of sandboxes go by what their records say now.
 pub struct InForce {
     store: Arc<Store>,
     turns: Turns,
+    /// Those for whom somebody tries again.
+    again: Mutex<HashSet<SandboxId>>,
 }
 
 impl InForce {
     /// For the records of `store`.
     pub fn new(store: Arc<Store>) -> Self {
-        Self { store, turns: Turns::default() }
+        Self { store, turns: Turns::default(), again: Mutex::default() }
     }
 
     /// Tells the driver of a sandbox what its record says. One at a time: who is told later read the record later, so that
@@ -37,10 +48,41 @@ impl InForce {
             Err(error) => return Err(DriverError::backend("read the record", error)),
         };
         match driver.adjust(id, &record.spec).await {
-            // Not made yet: it is made, and started, by what its record says then.
-            Err(DriverError::Missing) if !record.state.created => Ok(Change::Already),
+            // Not made yet, or lost: there is nothing to note it in, and a start goes by its record or says what is missing.
+            Err(DriverError::Missing | DriverError::DataMissing(_)) => Ok(Change::Already),
             other => other,
         }
+    }
+
+    /// Tries again, slower each time, what could not be done, until it is or the gateway ends: in phases in which nobody
+    /// else would.
+    async fn until_done(
+        self: Arc<Self>,
+        driver: Arc<dyn ComputeDriver>,
+        id: SandboxId,
+        end: CancellationToken,
+    ) {
+        if !self.again().insert(id.clone()) {
+            return;
+        }
+        let mut pause = AGAIN;
+        loop {
+            tokio::select! {
+                () = end.cancelled() => break,
+                () = tokio::time::sleep(pause) => pause = (pause * 2).min(LONGEST_PAUSE),
+            }
+            match self.see_to(&*driver, &id).await {
+                Ok(_) => break,
+                Err(error) => {
+                    tracing::warn!(%id, error = with_causes(&error), "its egress policy is not in force yet")
+                }
+            }
+        }
+        self.again().remove(&id);
+    }
+
+    fn again(&self) -> MutexGuard<'_, HashSet<SandboxId>> {
+        self.again.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -76,6 +118,8 @@ impl Service {
         let applied = self.store.set_egress(id, egress, target.expected_version, request).await?;
         let record = &applied.record;
         self.in_force.see_to(&*driver, &record.id).await.map_err(|error| {
+            let again = self.in_force.clone().until_done(driver.clone(), record.id.clone(), self.end.clone());
+            tokio::spawn(again);
             let message = format!(
                 "sandbox '{}': its egress policy is written, but not in force yet ({}); that is tried again by itself",
                 record.name,

@@ -70,7 +70,7 @@ impl ApiError {
     pub fn of_failure(record: &Record, failure: &Failure) -> Self {
         let code = match failure.reason.as_str() {
             "BASE_MISSING" | "BASE_CHANGED" | "DATA_MISSING" | "MEMORY_MISSING" | "LOCKED" | "CORRUPT"
-            | "BACKEND_MISSING" | "UNSUPPORTED" | "INVALID" => Code::FailedPrecondition,
+            | "BACKEND_MISSING" | "MOUNT_MISSING" | "UNSUPPORTED" | "INVALID" => Code::FailedPrecondition,
             "EXHAUSTED" | "NO_SPACE" => Code::ResourceExhausted,
             _ => Code::Internal,
         };

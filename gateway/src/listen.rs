@@ -210,7 +210,9 @@ where
                     carry(stream, Peer::Tls { from, subject }, service, watcher).await;
                 }
             }
-            drop((place, share));
+            // In this order: who is let in by a place must find a share.
+            drop(share);
+            drop(place);
         });
     }
     drop(listener);

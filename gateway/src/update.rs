@@ -226,6 +226,10 @@ impl Service {
                 let ended = ended.await.map(|applied| applied.record);
                 // Only a place to end at: what is written is written.
                 let _ = hit("update.ended");
+                // The driver was told of the spec as it was at the beginning: another policy may have been written since.
+                if let Err(error) = self.in_force.see_to(&*driver, &record.id).await {
+                    tracing::warn!(id = %record.id, %error, "its egress policy is not noted; its start does that");
+                }
                 ended.map_err(|error| pending(&record, "write the record", &error.into()))
             }
             Err(stopped) => Err(self.stopped(&record, stopped).await),

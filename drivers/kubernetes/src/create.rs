@@ -49,6 +49,7 @@ impl Inner {
         };
         hit("kubernetes.create.claimed")?;
         let made = self.make_sandbox(id, spec, &namespace).await?;
+        self.is_not_taken(id)?;
         hit("kubernetes.create.made")?;
         Ok(if made || made_claim { Change::Done } else { noted })
     }
@@ -159,7 +160,8 @@ impl Inner {
 
     /// Removes the Sandbox with its pod, then the claim, then what is ours here. True when there was anything.
     async fn remove(&self, id: &SandboxId) -> Result<bool, DriverError> {
-        if self.store.specs.exists(id) || self.cache.namespace(id).is_some() {
+        let placed = self.store.namespace(id).or_else(|| self.cache.namespace(id)).is_some();
+        if placed || self.store.specs.read(id).is_ok() {
             return self.remove_from(id, self.namespace_of(id)?).await;
         }
         // Nothing is noted of it: what came late of one that was deleted may be in each.
@@ -211,7 +213,7 @@ impl Inner {
                     return Ok(false);
                 }
                 if pod.is_some() {
-                    self.take_orphan(id, "delete").await?;
+                    self.end_orphan(id).await?;
                 }
                 break;
             };
@@ -277,7 +279,10 @@ impl Inner {
                 all.extend(self.cache.ids_in(&namespace));
             } else {
                 match self.cluster.sandboxes(&namespace).await {
-                    Ok(api) => self.list_ids(&api, "sandboxes", &namespace, &mut all).await?,
+                    Ok(api) => {
+                        let listed = self.list_ids(&api, "sandboxes", &namespace, &mut all).await;
+                        skip_refused(&namespace, listed)?;
+                    }
                     Err(ApiError::Absent) => {}
                     Err(error) => return Err(error.into()),
                 }
@@ -285,7 +290,7 @@ impl Inner {
         }
         for namespace in self.namespaces() {
             let api = self.cluster.claims(&namespace);
-            self.list_ids(&api, "claims", &namespace, &mut all).await?;
+            skip_refused(&namespace, self.list_ids(&api, "claims", &namespace, &mut all).await)?;
         }
         Ok(all.into_iter().collect())
     }
@@ -297,7 +302,7 @@ impl Inner {
         kind: &str,
         namespace: &str,
         all: &mut BTreeSet<SandboxId>,
-    ) -> Result<(), DriverError>
+    ) -> Result<(), ApiError>
     where
         K: kube::Resource + Clone + serde::de::DeserializeOwned + std::fmt::Debug,
     {
@@ -322,6 +327,17 @@ impl Inner {
                 None => return Ok(()),
             }
         }
+    }
+}
+
+/// One namespace that is gone, with its rights, must not hide what there is in the others.
+fn skip_refused(namespace: &str, listed: Result<(), ApiError>) -> Result<(), ApiError> {
+    match listed {
+        Err(error) if error.is_forbidden() => {
+            tracing::warn!(namespace, %error, "what sandboxes have there is not looked at");
+            Ok(())
+        }
+        other => other,
     }
 }
 

@@ -53,8 +53,8 @@ pub fn restore(state_dir: &Path, identity: &str, all: &[Known]) -> io::Result<us
         if !file.exists() {
             make_folder(&of)?;
             if let Some(run) = run {
-                // Which pod it is, its agent says.
-                let record = Record { configured: true, ..Record::new(*run) };
+                // Which pod it is, and whether it is that of this run, its agent says.
+                let record = Record { restored: true, ..Record::new(*run) };
                 write_whole(&of.join("run.json"), &serde_json::to_vec_pretty(&record)?, OWNERS_FILE)?;
             }
             write_whole(&file, &serde_json::to_vec_pretty(spec)?, OWNERS_FILE)?;

@@ -56,6 +56,9 @@ impl Inner {
                     Observed::Unknown(text.unwrap_or_else(|| "its pod is on its way out".to_owned()))
                 }
                 (None, Some(record)) => {
+                    if let Some(text) = self.unlabelled(id).await.ok().flatten() {
+                        return Ok(Observed::Unknown(text));
+                    }
                     let text = "its Sandbox object was deleted by somebody else";
                     Observed::Ended(Ended { run: record.run, exit: Exit::Interrupted(text.to_owned()) })
                 }
@@ -81,8 +84,37 @@ impl Inner {
             Compute::Ask(record, pod) => (record, pod),
         };
         let live = self.hear(id, record, &pod.uid);
+        if record.restored {
+            // No step writes another record meanwhile.
+            return self.find_again(&live, record).await;
+        }
         drop(quiet);
         Ok(self.running(&live).await)
+    }
+
+    /// A run that is known from a copy of the database only: in its pod there is an agent that was configured for it, or
+    /// it ended while nobody looked, and this is the next pod.
+    async fn find_again(
+        self: &Arc<Self>,
+        live: &Arc<Live>,
+        record: &Record,
+    ) -> Result<Observed, DriverError> {
+        let run = live.run;
+        let Some(status) = live.status(self, AGENT_WAIT).await else {
+            return Ok(Observed::Running { run, agent: false });
+        };
+        if !status.configured || status.run != run.0 {
+            let exit = Exit::Interrupted("its pod was replaced before its state was restored".to_owned());
+            return Ok(Observed::Ended(Ended { run, exit }));
+        }
+        let pod = Some(live.pod.clone());
+        let found =
+            Record { pod, configured: true, restored: false, boot_id: live.boot_id(), ..record.clone() };
+        self.store.note(&live.id, &found)?;
+        Ok(match status.main_exit {
+            Some(main) => Observed::Ended(Ended { run, exit: Exit::Code(main.code) }),
+            None => Observed::Running { run, agent: true },
+        })
     }
 
     /// The channel to the agent of what runs.

@@ -13,7 +13,7 @@ use torpor_sandbox::{DriverError, SandboxId};
 use crate::{
     client::{ApiError, LIMIT, Lane, if_there},
     driver::Inner,
-    types::{Claim, GATEWAY, SANDBOX, name},
+    types::{Claim, name},
 };
 
 /// How long a claim may take to be gone: nothing uses it any more.
@@ -35,23 +35,24 @@ impl Inner {
         let stranger = found.filter(|found| !self.is_labelled(&found.metadata, id));
         Ok(stranger.map(|_| {
             format!(
-                "the Sandbox {object} and its pod are there, but the object has lost the labels that make it this gateway's; `kubectl -n {namespace} label --overwrite sandbox {object} {GATEWAY}={} {SANDBOX}={id}` gives them back",
-                self.store.identity
+                "the Sandbox {object} and its pod are there, but the object has lost the labels that make it this gateway's; `{}` gives them back",
+                self.label_command(id, "sandbox", &object, &namespace)
             )
         }))
     }
 
-    /// Ends what nobody else would, of a Sandbox that is not among ours.
-    pub(crate) async fn take_orphan(&self, id: &SandboxId, verb: &str) -> Result<(), DriverError> {
+    /// Whether a Sandbox that is not among ours is gone: neither in another cluster nor there without our labels.
+    pub(crate) async fn is_gone(&self, id: &SandboxId, verb: &str) -> Result<(), DriverError> {
+        self.is_here(id).await?;
         match self.unlabelled(id).await? {
             Some(text) => Err(DriverError::backend(verb, text)),
-            None => self.end_orphan(id).await,
+            None => Ok(()),
         }
     }
 
     /// Ends a pod of ours that nobody owns and whose Sandbox is gone: nobody else ever would. Its Sandbox was seen to be
     /// gone.
-    async fn end_orphan(&self, id: &SandboxId) -> Result<(), DriverError> {
+    pub(crate) async fn end_orphan(&self, id: &SandboxId) -> Result<(), DriverError> {
         let Some(pod) = self.get_pod(id).await? else { return Ok(()) };
         let meta = &pod.metadata;
         let owned = meta.owner_references.as_ref().is_some_and(|all| !all.is_empty());
@@ -81,7 +82,7 @@ impl Inner {
         namespace: &str,
     ) -> Result<bool, DriverError> {
         let mut some = false;
-        for (object, uid) in self.store.claims(id)? {
+        for (object, uid) in self.store.claims(id)?.unwrap_or_default() {
             let same = |meta: &ObjectMeta| meta.uid.as_ref() == Some(&uid);
             some |= self.remove_claim(&self.cluster.claims(namespace), &object, same).await?;
         }

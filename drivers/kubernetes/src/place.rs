@@ -27,6 +27,12 @@ pub(crate) struct Place {
 }
 
 impl Inner {
+    /// What gives an object of a sandbox the labels by which it is found.
+    pub(crate) fn label_command(&self, id: &SandboxId, kind: &str, object: &str, namespace: &str) -> String {
+        let ours = &self.store.identity;
+        format!("kubectl -n {namespace} label {kind} {object} --overwrite {GATEWAY}={ours} {SANDBOX}={id}")
+    }
+
     /// Where the objects of a new sandbox of this workspace belong.
     pub(crate) async fn place_for(&self, workspace: &str) -> Result<Place, DriverError> {
         Ok(Place {
@@ -92,6 +98,14 @@ impl Inner {
         }
     }
 
+    /// Its object is made, or was its own: whoever was there before has left.
+    pub(crate) fn is_not_taken(&self, id: &SandboxId) -> Result<(), DriverError> {
+        match self.store.place(id)? {
+            Some(place) if place.taken => self.store.note_place(id, &Place { taken: false, ..place }),
+            _ => Ok(()),
+        }
+    }
+
     /// A deletion is not done while there is an object of the sandbox's name that may be its own under another label. One
     /// that was there before it is nobody's business.
     pub(crate) fn is_strangers(
@@ -109,8 +123,9 @@ impl Inner {
         let has = labels.and_then(|all| all.get(GATEWAY)).map_or("none", String::as_str);
         let ours = &self.store.identity;
         let text = format!(
-            "the {kind} {object} in {namespace} has not the label of this gateway ({GATEWAY}={ours}; its own is {}), so that it is not touched, and the sandbox is not gone while it is there. If it is the sandbox's: kubectl -n {namespace} label {kind} {object} --overwrite {GATEWAY}={ours} {SANDBOX}={id}; if it is not, its owner has to remove it",
-            words::said(has)
+            "the {kind} {object} in {namespace} has not the label of this gateway ({GATEWAY}={ours}; its own is {}), so that it is not touched, and the sandbox is not gone while it is there. If it is the sandbox's: {}; if it is not, its owner has to remove it",
+            words::said(has),
+            self.label_command(id, kind, &object, namespace)
         );
         Err(DriverError::backend("delete", text))
     }

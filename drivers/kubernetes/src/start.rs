@@ -39,6 +39,8 @@ const STEADY: Duration = Duration::from_secs(600);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Of which so much is waited for in the start itself.
 const SHORT_PAUSE: Duration = Duration::from_secs(2);
+/// How long a start waits itself for the pod of the last run to go.
+const NO_POD: Duration = Duration::from_secs(10);
 /// How often a patch is tried again after somebody else's.
 pub(crate) const PATCHES: u32 = 8;
 
@@ -56,7 +58,7 @@ impl Inner {
         let turn = self.turns.turn(id).await;
         let spec = self.store.specs.read(id)?;
         let Some(found) = self.get_sandbox(id).await? else {
-            self.is_here(id).await?;
+            self.is_gone(id, "start").await?;
             return Err(missing(id));
         };
         let seen = Seen::from(&found);
@@ -72,8 +74,7 @@ impl Inner {
                     format!("another start of the sandbox is there; it must be stopped before run {run}");
                 DriverError::Invalid(text)
             })?;
-            self.bring_up(id, &spec, record, &turn).await?;
-            self.note_claims(id, &found).await?;
+            self.bring_up(id, &spec, &found, record, &turn).await?;
             return Ok(Change::Already);
         }
         self.pause_after_failures(id).await?;
@@ -82,8 +83,7 @@ impl Inner {
         let (inner, wanted) = (self.clone(), id.clone());
         let record = self.turns.step(id, &turn, async move { inner.wake(&wanted, run).await }).await?;
         hit("kubernetes.start.woken")?;
-        self.bring_up(id, &spec, record, &turn).await?;
-        self.note_claims(id, &found).await?;
+        self.bring_up(id, &spec, &found, record, &turn).await?;
         Ok(Change::Done)
     }
 
@@ -96,7 +96,8 @@ impl Inner {
                 claims.insert(object, uid);
             }
         }
-        if claims == self.store.claims(id)? { Ok(()) } else { self.store.note_claims(id, &claims) }
+        let noted = self.store.claims(id)?;
+        if noted.unwrap_or_default() == claims { Ok(()) } else { self.store.note_claims(id, &claims) }
     }
 
     /// A claim that is gone is never made anew. Which there must be is told by the object: the configuration may be another
@@ -107,11 +108,23 @@ impl Inner {
         let (own, others): (Vec<&str>, Vec<&str>) =
             found.spec.claims().partition(|claim| *claim == claim_name(id));
         let mut own: Vec<String> = own.into_iter().map(str::to_owned).collect();
-        if Seen::from(found).run > 0 {
-            // The controller makes those of templates, and would make an empty one in the place of one that is gone.
-            own.extend(found.spec.made_claims(&name(id)));
-        }
-        let noted = self.store.claims(id)?;
+        // The controller makes those of templates, and would make an empty one in the place of one that is gone. There are
+        // those that a run has had; where that was never noted, those that it must have had.
+        let noted = match self.store.claims(id)? {
+            Some(noted) => {
+                own.extend(noted.keys().cloned());
+                noted
+            }
+            None if Seen::from(found).run > 0 => {
+                own.extend(found.spec.made_claims(&name(id)));
+                BTreeMap::new()
+            }
+            None if !found.spec.made_claims(&name(id)).is_empty() => {
+                self.store.note_claims(id, &BTreeMap::new())?;
+                BTreeMap::new()
+            }
+            None => BTreeMap::new(),
+        };
         for object in own {
             match self.get_claim(&api, &object).await? {
                 Some(claim) if claim.metadata.deletion_timestamp.is_none() => {
@@ -144,7 +157,7 @@ impl Inner {
 
     /// The controller takes any pod of the name for a new one, also one that is on its way out: not before it is gone.
     async fn see_no_pod(&self, id: &SandboxId) -> Result<(), DriverError> {
-        let limit = self.config.stop_margin;
+        let limit = self.config.stop_margin.min(NO_POD);
         self.until(id, limit, |view| view.pod.is_none().then_some(())).await?;
         let Some(pod) = self.get_pod(id).await? else { return Ok(()) };
         let object = name(id);
@@ -270,6 +283,7 @@ impl Inner {
         self: &Arc<Self>,
         id: &SandboxId,
         spec: &SandboxSpec,
+        found: &Sandbox,
         record: Record,
         turn: &Turn,
     ) -> Result<(), DriverError> {
@@ -277,7 +291,9 @@ impl Inner {
             Came::Up(pod, generation) => {
                 self.waits.over(id);
                 let until = Instant::now() + self.config.start_timeout;
-                let record = Record { pod: Some(pod.clone()), ..record };
+                let record = Record { pod: Some(pod.clone()), restored: false, ..record };
+                // It runs, so that its claims are there; before it is noted that it does.
+                self.note_claims(id, found).await?;
                 let live = self.hear(id, &record, &pod);
                 self.note(id, turn, record.clone()).await?;
                 hit("kubernetes.start.pod")?;
@@ -298,7 +314,10 @@ impl Inner {
             Came::Failed(why) => Down::Failed(format!("its pod failed: {why}")),
             Came::Taken(why) => Down::Taken(why),
             Came::Stopped => Down::Taken("somebody else has suspended it meanwhile".to_owned()),
-            Came::Gone => return Err(missing(id)),
+            Came::Gone => {
+                self.is_gone(id, "start").await?;
+                return Err(missing(id));
+            }
         };
         match down {
             Down::Error(error) => Err(error),

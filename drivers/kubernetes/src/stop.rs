@@ -48,13 +48,13 @@ impl Inner {
         self.waits.over(id);
         let view = self.ask(id).await?;
         let Some(sandbox) = &view.sandbox else {
-            self.is_here(id).await?;
+            self.is_gone(id, "suspend").await?;
             if let Some(pod) = &view.pod {
                 // Its workspace is still mounted there.
                 if let (Some(record), true) = (&record, pod.owner.is_empty()) {
                     stopped.flushed = self.flush(id, turn, record, &view, until, deadline).await.is_ok();
                 }
-                self.take_orphan(id, "suspend").await?;
+                self.end_orphan(id).await?;
             }
             self.unhear(id);
             if view.pod.is_some() {

@@ -27,6 +27,9 @@ pub(crate) struct Record {
     pub(crate) pod: Option<String>,
     /// Its agent was configured: there is something to flush.
     pub(crate) configured: bool,
+    /// Written again from the database: which pod runs it, and whether its agent was configured, is not known.
+    #[serde(default)]
+    pub(crate) restored: bool,
     /// Its agent has said that all is written out.
     pub(crate) flushed: bool,
     pub(crate) boot_id: Option<String>,
@@ -34,7 +37,7 @@ pub(crate) struct Record {
 
 impl Record {
     pub(crate) fn new(run: Run) -> Self {
-        Self { run, pod: None, configured: false, flushed: false, boot_id: None }
+        Self { run, pod: None, configured: false, restored: false, flushed: false, boot_id: None }
     }
 }
 
@@ -147,9 +150,10 @@ impl Store {
         remove_file(&self.specs.of(id).join("run.json"))
     }
 
-    /// The uids of the claims that the controller has made for it, by their names, as they were in its last run.
-    pub(crate) fn claims(&self, id: &SandboxId) -> Result<BTreeMap<String, String>, DriverError> {
-        Ok(read_json(&self.specs.of(id).join("claims.json"))?.unwrap_or_default())
+    /// The uids of the claims that the controller has made for it, by their names, as they were in its last run. None: that
+    /// was never noted.
+    pub(crate) fn claims(&self, id: &SandboxId) -> Result<Option<BTreeMap<String, String>>, DriverError> {
+        read_json(&self.specs.of(id).join("claims.json"))
     }
 
     pub(crate) fn note_claims(

@@ -63,8 +63,14 @@ impl Inner {
             let api: Api<DynamicObject> = Api::namespaced_with(client, &namespace, &served.resource());
             let found = match self.cluster.call(Lane::Fast, LIMIT, &what, api.get(&object)).await {
                 Ok(found) if self.is_ours(&found.metadata, id) => found,
-                Ok(_) => return Err(missing(id)),
-                Err(error) if error.is_not_found() => return Err(missing(id)),
+                Ok(_) => {
+                    self.is_gone(id, "update").await?;
+                    return Err(missing(id));
+                }
+                Err(error) if error.is_not_found() => {
+                    self.is_gone(id, "update").await?;
+                    return Err(missing(id));
+                }
                 Err(error) => return Err(error.into()),
             };
             let before = &found.data["spec"]["podTemplate"]["spec"];

@@ -294,7 +294,7 @@ async fn a_sandbox_object_without_our_labels_is_not_touched_and_the_command_is_n
     start(&driver, &id).await.unwrap();
     let labels = bench.server.object("sandboxes", &object(&id)).unwrap()["metadata"]["labels"].clone();
     bench.server.change("sandboxes", &object(&id), |o| o["metadata"]["labels"] = json!({}));
-    let command = format!("kubectl -n sandboxes label --overwrite sandbox {}", object(&id));
+    let command = format!("kubectl -n sandboxes label sandbox {} --overwrite", object(&id));
     until("it is seen", async || {
         matches!(driver.observe(&id).await.unwrap(), Observed::Unknown(text) if text.contains(&command))
     })

@@ -53,7 +53,11 @@ impl DiskCare for VmDriver {
     async fn grow(&self, id: &SandboxId, bytes: u64) -> Result<u64, DriverError> {
         let (turn, wanted) = (self.turns.turn(id).await, id.clone());
         let Some(vm) = self.live(id).await?.filter(|vm| vm.seen().exit.is_none()) else {
-            return self.at_rest_in(turn, move |host| grow(host, &wanted, bytes)).await;
+            let (of, held) = (id.clone(), turn.clone());
+            let size = self.at_rest_in(held, move |host| grow(host, &of, bytes)).await?;
+            // In a step: others note other things in the same file.
+            self.step(id, &turn, move |host| host.store.note_disk_size(&wanted, size)).await?;
+            return Ok(size);
         };
         let size = vm.grow_disk(bytes).await?;
         let noted = self.step(id, &turn, move |host| {
@@ -199,9 +203,7 @@ fn grow(host: &Host, id: &SandboxId, bytes: u64) -> Result<u64, DriverError> {
     let files = Files::of(host, id)?;
     torpor_overlay::grow(&files.overlay, bytes).map_err(errors::overlay)?;
     // In whole clusters, so perhaps a little more than was asked for.
-    let size = torpor_overlay::inspect(&files.overlay).map_err(errors::overlay)?.virtual_bytes;
-    host.store.note_disk_size(id, size)?;
-    Ok(size)
+    Ok(torpor_overlay::inspect(&files.overlay).map_err(errors::overlay)?.virtual_bytes)
 }
 
 fn compact(

@@ -327,8 +327,13 @@ impl ComputeDriver for VmDriver {
     async fn adjust(&self, id: &SandboxId, spec: &SandboxSpec) -> Result<Change, DriverError> {
         let (wanted, own) = (egress::of_spec(self.host.pool(), spec)?, spec.egress.clone());
         // Asked for again and again: what all of it goes by already is not looked at.
-        if self.watched(id).is_some_and(|vm| vm.settled().as_ref() == Some(&own)) {
+        let watched = self.watched(id);
+        if watched.as_ref().is_some_and(|vm| vm.settled().as_ref() == Some(&own)) {
             return Ok(Change::Already);
+        }
+        // Whoever drops this half-way leaves it to the next one to find out.
+        if let Some(vm) = watched {
+            vm.set_settled(None);
         }
         let (host, wanted_id, noting) = (Arc::clone(&self.host), id.clone(), own.clone());
         // First, so that a start that finds nothing of this run yet goes by it.

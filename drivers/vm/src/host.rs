@@ -177,8 +177,8 @@ impl Host {
         wanted: Egress,
         settles: Option<Option<OwnEgress>>,
     ) -> Result<Change, DriverError> {
-        // A stop may have given everything back meanwhile.
-        let Some(net) = vm.net().filter(|_| !vm.seen().gone && vm.dir.exists()) else {
+        // A stop, or a start that failed, may have given everything back meanwhile, which it does when the process is gone.
+        let Some(net) = vm.net().filter(|_| !vm.seen().gone && !vm.handle.has_ended()) else {
             return Ok(Change::Already);
         };
         let change = if net.egress.as_ref() == Some(&wanted) { Change::Already } else { Change::Done };

@@ -207,7 +207,7 @@ impl Handle {
     }
 
     /// Asks the descriptor itself, which needs neither another one nor /proc. What can't be told is no end.
-    fn has_ended(&self) -> bool {
+    pub(crate) fn has_ended(&self) -> bool {
         use std::os::fd::AsFd as _;
         let mut fds = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
         poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)

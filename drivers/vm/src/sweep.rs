@@ -157,7 +157,7 @@ impl VmDriver {
                 let _held = quiet;
                 // What it may do may have changed since the elements were listed; who changed that has put the new one there.
                 let same = guest(&vm).filter(|now| before.as_ref() == Some(now));
-                let Some(guest) = same.filter(|_| !vm.seen().gone && vm.dir.exists()) else {
+                let Some(guest) = same.filter(|_| !vm.seen().gone && !vm.handle.has_ended()) else {
                     return Ok(false);
                 };
                 let _objects = host.objects.read().unwrap_or_else(PoisonError::into_inner);

@@ -92,16 +92,8 @@ fn too_large() -> Refused {
 }
 
 impl Rest {
-    /// Answers a request in JSON; a HEAD as the GET would be, without the body.
-    pub async fn answer(&self, mut request: Request<Body>, service: Boxed) -> Response<Body> {
-        if request.method() != Method::HEAD {
-            return self.answer_whole(request, service).await;
-        }
-        *request.method_mut() = Method::GET;
-        self.answer_whole(request, service).await.map(|_body| Body::empty())
-    }
-
-    async fn answer_whole(&self, request: Request<Body>, service: Boxed) -> Response<Body> {
+    /// Answers a request in JSON.
+    pub async fn answer(&self, request: Request<Body>, service: Boxed) -> Response<Body> {
         let error = match self.try_answer(request, service).await {
             Ok(response) => return response,
             Err(error) => error,

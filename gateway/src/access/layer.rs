@@ -216,7 +216,11 @@ impl http_body::Body for Heard {
             self.ended = Box::pin(std::future::ready(()));
             return Poll::Ready(Some(Err(Status::unauthenticated(RIGHTS_ENDED))));
         }
-        Pin::new(&mut self.inner).poll_frame(context)
+        // tonic takes a cancelled request for one that has ended: half of an input for the whole.
+        Pin::new(&mut self.inner).poll_frame(context).map_err(|status| match status.code() {
+            tonic::Code::Cancelled => Status::aborted("the caller broke off"),
+            _ => status,
+        })
     }
 
     fn is_end_stream(&self) -> bool {

@@ -69,8 +69,8 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
 
     let (out, outputs) = mpsc::channel(BUFFER);
     tokio::spawn(async move {
-        let hang_up = tx.clone();
-        let pump = tokio::spawn(pump_input(input, tx, open.clone()));
+        let (hang_up, hung_up) = (tx.clone(), Arc::new(AtomicBool::new(false)));
+        let pump = tokio::spawn(pump_input(input, tx, open.clone(), hung_up.clone()));
         loop {
             let next = tokio::select! {
                 next = output.next() => next,
@@ -82,7 +82,8 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
                 () = out.closed() => {
                     // A terminal that went away ends what ran on it. So does an input that has not ended: half of it must not be
                     // taken for the whole, which its end would say. Other commands go on, their output is dropped.
-                    if tty || open.load(Ordering::SeqCst) {
+                    let ends = tty || open.load(Ordering::SeqCst);
+                    if ends && !hung_up.swap(true, Ordering::SeqCst) {
                         let signal = agent::exec_input::Kind::Signal(HANG_UP);
                         let sent = hang_up.send(agent::ExecInput { kind: Some(signal) });
                         let _ = tokio::time::timeout(LAST_WORD, sent).await;
@@ -113,8 +114,13 @@ pub async fn exec(service: Shared, caller: &Caller, mut input: impl Inputs) -> R
     Ok(Box::pin(ReceiverStream::new(outputs)))
 }
 
-/// `open`: the command has an input that has not ended.
-async fn pump_input(input: impl Inputs, to_agent: mpsc::Sender<agent::ExecInput>, open: Arc<AtomicBool>) {
+/// `open`: the command has an input that has not ended. `hung_up`: it was told that its caller is gone, which it is once.
+async fn pump_input(
+    input: impl Inputs,
+    to_agent: mpsc::Sender<agent::ExecInput>,
+    open: Arc<AtomicBool>,
+    hung_up: Arc<AtomicBool>,
+) {
     let seen = open.clone();
     let input = input.inspect(move |message| {
         if let Ok(v1::ExecInput { kind: Some(v1::exec_input::Kind::StdinClose(_)) }) = message {
@@ -123,8 +129,10 @@ async fn pump_input(input: impl Inputs, to_agent: mpsc::Sender<agent::ExecInput>
     });
     if !pass_input(input, &to_agent).await && open.load(Ordering::SeqCst) {
         // It broke off, or its rights have ended: the command is told so, and not that all has come.
-        let signal = agent::exec_input::Kind::Signal(HANG_UP);
-        let _ = to_agent.send(agent::ExecInput { kind: Some(signal) }).await;
+        if !hung_up.swap(true, Ordering::SeqCst) {
+            let signal = agent::exec_input::Kind::Signal(HANG_UP);
+            let _ = to_agent.send(agent::ExecInput { kind: Some(signal) }).await;
+        }
         to_agent.closed().await;
         return;
     }

@@ -150,7 +150,6 @@ impl v1::workspaces_server::Workspaces for WorkspacesApi {
         let wanted = wanted_role(request.role)?;
         let wanted = wanted.ok_or_else(|| ApiError::invalid("role", "viewer, editor or owner"))?;
         let subject = subject(request.subject)?;
-        caller.speaks_of(&format!("{workspace}/{subject}"));
         let store = self.0.store.clone();
         let change = async move { store.set_member(workspace, subject, wanted).await };
         let set = caller.access().change(change).await?;

@@ -143,7 +143,9 @@ async fn planned(
     }
     let mut wished = wish::spec(spec)?;
     let class = spec.template.as_ref().map_or("", |template| &template.runtime_class_name);
-    wish::runtime_class(class, api.service.drivers.default_name(), &mut wished)?;
+    // A template may name the driver; what can't have one is refused with its spec then.
+    let usual = if template.is_empty() { api.service.drivers.default_name() } else { wish::WITH_CLASSES };
+    wish::runtime_class(class, usual, &mut wished)?;
     if template.is_empty() {
         return Ok((Vec::new(), wished));
     }

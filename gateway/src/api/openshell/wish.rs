@@ -46,6 +46,9 @@ pub fn spec(from: &os::SandboxSpec) -> Result<v1::SandboxSpec, ApiError> {
     Ok(spec)
 }
 
+/// The driver whose sandboxes have runtime classes.
+pub const WITH_CLASSES: &str = "kubernetes";
+
 /// A class of the cluster that pods run by: the kubernetes driver is told of it. A sandbox of another driver would run
 /// without what was asked for.
 ///
@@ -56,7 +59,7 @@ pub fn runtime_class(class: &str, default_driver: &str, spec: &mut v1::SandboxSp
     if class.is_empty() {
         return Ok(());
     }
-    if driver != "kubernetes" {
+    if driver != WITH_CLASSES {
         let field = "spec.template.runtime_class_name";
         let message = format!("{field}: the {driver} driver has no runtime classes");
         let error = ApiError::new(Code::Unimplemented, "NOT_SERVED", message).with("field", field);
@@ -66,7 +69,11 @@ pub fn runtime_class(class: &str, default_driver: &str, spec: &mut v1::SandboxSp
     }
     let class = Value { kind: Some(Kind::StringValue(class.to_owned())) };
     let config = spec.driver_config.get_or_insert_default();
-    config.fields.entry("runtimeClassName".to_owned()).or_insert(class);
+    let kept = config.fields.entry("runtimeClassName".to_owned()).or_insert_with(|| class.clone());
+    if *kept != class {
+        let problem = "template.driver_config.torpor.config.runtimeClassName says another one";
+        return Err(ApiError::invalid("spec.template.runtime_class_name", problem));
+    }
     Ok(())
 }
 
