@@ -113,7 +113,8 @@ async fn large_environments_make_short_pages_and_break_no_list() {
     .await;
     let mut client = world.sandboxes().await;
     for n in 0..20 {
-        let environment = [("LARGE".to_owned(), "x".repeat(250 << 10))].into();
+        let large = |name: &str| (name.to_owned(), "x".repeat(125 << 10));
+        let environment = [large("ONE"), large("OTHER")].into();
         let spec = v1::SandboxSpec { environment, ..Default::default() };
         client
             .create(v1::CreateSandboxRequest { spec: Some(spec), ..create(&format!("s{n}")) })
