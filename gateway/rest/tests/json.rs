@@ -189,7 +189,7 @@ async fn what_leads_nowhere_says_what_would() {
         assert_eq!(code, if path.ends_with("fly") { 200 } else { 404 }, "{path}");
     }
     let answer = send("PATCH /v1/sandboxes", "{}").await;
-    assert_eq!((answer.code, answer.header("allow")), (405, "GET, POST"));
+    assert_eq!((answer.code, answer.header("allow")), (405, "GET, POST, HEAD"));
 }
 
 #[tokio::test]
