@@ -141,7 +141,7 @@ async fn a_create_takes_from_its_template_what_it_does_not_say_itself() {
     assert_eq!(made.annotations["owner"], "eve");
 
     // Each keeps to the bounds, and so must both together.
-    let large = "x".repeat(100 << 10);
+    let large = "x".repeat(200 << 10);
     let annotated = v1::CreateTemplateRequest { annotations: map(&[("a", &large)]), ..template("large") };
     client.create(annotated).await.unwrap();
     let request_of_both = v1::CreateSandboxRequest {
@@ -233,7 +233,7 @@ async fn templates_are_listed_by_name_in_pages_and_by_labels() {
         assert_eq!(client.list(bad).await.unwrap_err().code(), Code::InvalidArgument);
     }
     // Clients take messages of 4 MiB: large templates come on more pages.
-    let large = "x".repeat(200 << 10);
+    let large = "x".repeat(100 << 10);
     for number in 0..25 {
         let spec = v1::SandboxSpec { environment: map(&[("BIG", &large), ("BIGGER", &large)]), ..full() };
         let labels = map(&[("size", "large")]);
