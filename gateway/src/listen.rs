@@ -169,7 +169,8 @@ where
 {
     let graceful = GracefulShutdown::new();
     let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
-    let shares = Places::new(MOST_CONNECTIONS, MOST_OF_ONE);
+    // How many there are in all is bounded by the places.
+    let shares = Places::new(usize::MAX, MOST_OF_ONE);
     loop {
         let next = async {
             let place = places.clone().acquire_owned().await.map_err(io::Error::other)?;
@@ -210,9 +211,7 @@ where
                     carry(stream, Peer::Tls { from, subject }, service, watcher).await;
                 }
             }
-            // In this order: who is let in by a place must find a share.
-            drop(share);
-            drop(place);
+            drop((place, share));
         });
     }
     drop(listener);

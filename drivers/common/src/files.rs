@@ -36,7 +36,7 @@ fn with_mode(path: &Path, mode: u32) -> io::Result<File> {
 }
 
 /// Waits for a disk without keeping others of this runtime thread waiting, where the runtime has more than one.
-pub fn blocking<T>(work: impl FnOnce() -> T) -> T {
+pub fn in_place<T>(work: impl FnOnce() -> T) -> T {
     match Handle::try_current() {
         Ok(runtime) if runtime.runtime_flavor() == RuntimeFlavor::MultiThread => {
             tokio::task::block_in_place(work)
@@ -50,7 +50,7 @@ pub fn blocking<T>(work: impl FnOnce() -> T) -> T {
 /// # Errors
 /// Those of the file system: then the file is as it was.
 pub fn write_whole(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    blocking(|| {
+    in_place(|| {
         let temporary = path.with_extension("tmp");
         let mut file = with_mode(&temporary, mode)?;
         file.write_all(bytes)?;
@@ -98,7 +98,7 @@ pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, DriverEr
 /// # Errors
 /// A failure that names the tree.
 pub fn remove_tree(path: &Path) -> Result<bool, DriverError> {
-    match blocking(|| fs::remove_dir_all(path)) {
+    match in_place(|| fs::remove_dir_all(path)) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(failed("remove", path, error)),

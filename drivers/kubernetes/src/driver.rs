@@ -14,7 +14,7 @@ use tokio::{
     time::Instant,
 };
 use tonic::transport::Channel;
-use torpor_driver_common::{Turns, files::blocking};
+use torpor_driver_common::{Turns, files::in_place};
 use torpor_sandbox::{
     Capabilities, Change, ComputeDriver, DriverError, Facts, Field, ImageCare, Keep, Observed, Run,
     SandboxId, SandboxSpec, Stopped,
@@ -150,7 +150,7 @@ impl Inner {
             server: self.cluster.url.clone(),
             taken: false,
         };
-        blocking(|| self.store.find_places(of)).map_err(|source| ConfigError::Places { source })
+        in_place(|| self.store.find_places(of)).map_err(|source| ConfigError::Places { source })
     }
 
     pub(crate) fn namespace_for(&self, workspace: &str) -> String {

@@ -11,8 +11,9 @@ use tokio::time::Instant;
 use torpor_sandbox::{DriverError, SandboxId};
 
 use crate::{
-    client::{ApiError, LIMIT, Lane, if_there},
+    client::{ApiError, LIMIT, Lane},
     driver::Inner,
+    start::missing,
     types::{Claim, name},
 };
 
@@ -26,12 +27,7 @@ impl Inner {
     pub(crate) async fn unlabelled(&self, id: &SandboxId) -> Result<Option<String>, ApiError> {
         let namespace = self.namespace_of(id).unwrap_or_else(|_| self.cluster.namespace.clone());
         let object = name(id);
-        let what = format!("get the sandbox {object}");
-        let found = self.cluster.on_sandboxes(Lane::Look, &namespace, &what, |api| {
-            let object = object.clone();
-            async move { api.get(&object).await }
-        });
-        let found = if_there(found.await)?;
+        let found = self.find_sandbox(Lane::Look, id).await?;
         let stranger = found.filter(|found| !self.is_labelled(&found.metadata, id));
         Ok(stranger.map(|_| {
             format!(
@@ -48,6 +44,11 @@ impl Inner {
             Some(text) => Err(DriverError::backend(verb, text)),
             None => Ok(()),
         }
+    }
+
+    /// Why there is no Sandbox among ours to go on with.
+    pub(crate) async fn absence(&self, id: &SandboxId, verb: &str) -> DriverError {
+        self.is_gone(id, verb).await.err().unwrap_or_else(|| missing(id))
     }
 
     /// Ends a pod of ours that nobody owns and whose Sandbox is gone: nobody else ever would. Its Sandbox was seen to be

@@ -58,8 +58,7 @@ impl Inner {
         let turn = self.turns.turn(id).await;
         let spec = self.store.specs.read(id)?;
         let Some(found) = self.get_sandbox(id).await? else {
-            self.is_gone(id, "start").await?;
-            return Err(missing(id));
+            return Err(self.absence(id, "start").await);
         };
         let seen = Seen::from(&found);
         if seen.deleting {
@@ -314,10 +313,7 @@ impl Inner {
             Came::Failed(why) => Down::Failed(format!("its pod failed: {why}")),
             Came::Taken(why) => Down::Taken(why),
             Came::Stopped => Down::Taken("somebody else has suspended it meanwhile".to_owned()),
-            Came::Gone => {
-                self.is_gone(id, "start").await?;
-                return Err(missing(id));
-            }
+            Came::Gone => return Err(self.absence(id, "start").await),
         };
         match down {
             Down::Error(error) => Err(error),

@@ -12,10 +12,10 @@ use tokio::time::sleep;
 use torpor_sandbox::{Change, DriverError, Field, SandboxId, SandboxSpec};
 
 use crate::{
-    client::{LIMIT, Lane, MANAGER},
+    client::{LIMIT, Lane, MANAGER, if_there},
     driver::Inner,
     manifest,
-    start::{AGAIN, PATCHES, missing},
+    start::{AGAIN, PATCHES},
     types::name,
 };
 
@@ -61,17 +61,9 @@ impl Inner {
             let served = self.cluster.served().await?;
             let client = self.cluster.client.clone();
             let api: Api<DynamicObject> = Api::namespaced_with(client, &namespace, &served.resource());
-            let found = match self.cluster.call(Lane::Fast, LIMIT, &what, api.get(&object)).await {
-                Ok(found) if self.is_ours(&found.metadata, id) => found,
-                Ok(_) => {
-                    self.is_gone(id, "update").await?;
-                    return Err(missing(id));
-                }
-                Err(error) if error.is_not_found() => {
-                    self.is_gone(id, "update").await?;
-                    return Err(missing(id));
-                }
-                Err(error) => return Err(error.into()),
+            let found = if_there(self.cluster.call(Lane::Fast, LIMIT, &what, api.get(&object)).await)?;
+            let Some(found) = found.filter(|found| self.is_ours(&found.metadata, id)) else {
+                return Err(self.absence(id, "update").await);
             };
             let before = &found.data["spec"]["podTemplate"]["spec"];
             let mut pod = before.clone();

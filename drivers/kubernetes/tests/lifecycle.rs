@@ -8,7 +8,6 @@ use std::time::Duration;
 use common::{Bench, claim, object, spec, until};
 use futures::StreamExt as _;
 use serde_json::{Value, json};
-use torpor_proto::agent::v1::{ExecInput, ExecStart, agent_client::AgentClient, exec_input, exec_output};
 use torpor_sandbox::{
     Change, ComputeDriver, DriverError, Ended, Exit, Keep, Observed, Run, SandboxId, SandboxSpec,
     spec::Volume,
@@ -296,24 +295,9 @@ async fn commands_reach_the_agent_through_the_api_server() {
         let behaviour = Behaviour { agent, ..Behaviour::default() };
         let (_bench, driver) = Bench::with(Generation::Stable, behaviour, |_| {}).await;
         let id = ready(&*driver, &spec()).await;
-        let mut client = AgentClient::new(driver.agent(&id).await.unwrap());
-        let argv = ["/bin/echo", "hello"].map(str::to_owned).to_vec();
-        let input =
-            ExecInput { kind: Some(exec_input::Kind::Start(ExecStart { argv, ..ExecStart::default() })) };
-        let requests = futures::stream::once(async { input }).chain(futures::stream::pending());
-        let mut output = client.exec(requests).await.unwrap().into_inner();
-        let mut text = Vec::new();
-        while let Some(message) = output.message().await.unwrap() {
-            match message.kind {
-                Some(exec_output::Kind::Stdout(bytes)) => text.extend_from_slice(&bytes),
-                Some(exec_output::Kind::Exit(exit)) => {
-                    assert_eq!(exit.code, 0);
-                    break;
-                }
-                _ => {}
-            }
-        }
-        assert!(String::from_utf8(text).unwrap().ends_with("hello\n"));
+        let (text, code) = common::exec(&*driver, &id, &["/bin/echo", "hello"]).await;
+        assert_eq!(code, Some(0));
+        assert!(text.ends_with("hello\n"));
         assert!(driver.stop(&id, Keep::Disk, GRACE).await.unwrap().flushed);
     }
 }

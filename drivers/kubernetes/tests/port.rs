@@ -29,8 +29,8 @@ use tokio_rustls::{
 };
 use torpor_driver_kubernetes::{AgentLink, KubernetesDriver, diagnose};
 use torpor_proto::agent::v1::{
-    EnrollRequest, ExecInput, ExecStart, FileEnd, FileEntry, FileKind, UploadEnd, UploadInput, UploadStart,
-    agent_client::AgentClient, exec_input, exec_output, upload_input, upload_result,
+    EnrollRequest, FileEnd, FileEntry, FileKind, UploadEnd, UploadInput, UploadStart,
+    agent_client::AgentClient, upload_input, upload_result,
 };
 use torpor_sandbox::{
     Change, ComputeDriver, DriverError, Ended, Exit, Keep, Level, Observed, Run, SandboxId, SandboxSpec,
@@ -78,22 +78,9 @@ fn execs(bench: &Bench) -> u64 {
     bench.server.counts().get("exec pods").copied().unwrap_or_default()
 }
 
-/// What a command writes.
+/// What a script writes.
 async fn run(driver: &dyn ComputeDriver, id: &SandboxId, script: &str) -> String {
-    let mut client = AgentClient::new(driver.agent(id).await.unwrap());
-    let argv = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
-    let input = ExecInput { kind: Some(exec_input::Kind::Start(ExecStart { argv, ..ExecStart::default() })) };
-    let requests = futures::stream::once(async { input }).chain(futures::stream::pending());
-    let mut output = client.exec(requests).await.unwrap().into_inner();
-    let mut text = Vec::new();
-    while let Some(message) = output.message().await.unwrap() {
-        match message.kind {
-            Some(exec_output::Kind::Stdout(bytes)) => text.extend_from_slice(&bytes),
-            Some(exec_output::Kind::Exit(_)) => break,
-            _ => {}
-        }
-    }
-    String::from_utf8(text).unwrap()
+    common::exec(driver, id, &["/bin/sh", "-c", script]).await.0
 }
 
 /// As `torpor cp` does it; the path of the copy.

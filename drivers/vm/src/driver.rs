@@ -328,7 +328,7 @@ impl ComputeDriver for VmDriver {
         let (wanted, own) = (egress::of_spec(self.host.pool(), spec)?, spec.egress.clone());
         // Asked for again and again: what all of it goes by already is not looked at.
         let watched = self.watched(id);
-        if watched.as_ref().is_some_and(|vm| vm.settled().as_ref() == Some(&own)) {
+        if watched.as_ref().is_some_and(|vm| vm.goes_by(&own)) {
             return Ok(Change::Already);
         }
         // Whoever drops this half-way leaves it to the next one to find out.

@@ -219,9 +219,9 @@ impl Vm {
         lock(&self.net).clone()
     }
 
-    /// The policy of its spec that is noted and in force, if all went well.
-    pub(crate) fn settled(&self) -> Option<Option<OwnEgress>> {
-        lock(&self.settled).clone()
+    /// Whether this policy of its spec is noted and in force.
+    pub(crate) fn goes_by(&self, own: &Option<OwnEgress>) -> bool {
+        lock(&self.settled).as_ref() == Some(own)
     }
 
     pub(crate) fn set_settled(&self, own: Option<Option<OwnEgress>>) {

@@ -14,7 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use torpor_proto::{agent::v1 as agent, v1};
-use torpor_sandbox::spec::validate_environment;
+use torpor_sandbox::spec::{MAX_WORD, validate_environment};
 
 use super::{Shared, to_status};
 use crate::{
@@ -25,8 +25,6 @@ use crate::{
 
 /// Messages under way in each direction; the rest of the back-pressure is HTTP/2's.
 pub(super) const BUFFER: usize = 8;
-/// Longest argument or variable, bytes: Linux takes 128 KiB, with the zero byte at its end.
-const LONGEST_ARGUMENT: usize = (128 << 10) - 1;
 /// Most bytes of all arguments: with the environment they fit into what Linux takes.
 const ARGUMENTS: usize = 1 << 20;
 /// Longest path, bytes.
@@ -182,8 +180,8 @@ fn convert_start(start: v1::ExecStart) -> Result<agent::ExecStart, ApiError> {
     if start.argv.iter().any(|a| a.contains('\0')) {
         return Err(ApiError::invalid("argv", "an argument holds a NUL byte"));
     }
-    if start.argv.iter().any(|argument| argument.len() > LONGEST_ARGUMENT) {
-        return Err(ApiError::invalid("argv", format!("an argument has more than {LONGEST_ARGUMENT} bytes")));
+    if start.argv.iter().any(|argument| argument.len() > MAX_WORD) {
+        return Err(ApiError::invalid("argv", format!("an argument has more than {MAX_WORD} bytes")));
     }
     if start.argv.iter().map(|argument| argument.len() + 1).sum::<usize>() > ARGUMENTS {
         return Err(ApiError::invalid("argv", format!("more than {ARGUMENTS} bytes; send them as input")));
@@ -301,7 +299,7 @@ mod tests {
             argv: words.iter().map(|word| (*word).to_owned()).collect(),
             ..v1::ExecStart::default()
         };
-        let long = "x".repeat(LONGEST_ARGUMENT);
+        let long = "x".repeat(MAX_WORD);
         assert!(convert_start(argv(&["echo", &long])).is_ok());
         for bad in [vec![], vec![""], vec!["a\0"], vec!["echo", &format!("{long}x")], vec![long.as_str(); 9]]
         {

@@ -3,9 +3,11 @@
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
+use futures::StreamExt as _;
 use serde_json::Value;
 use torpor_driver_kubernetes::{KubernetesConfig, KubernetesDriver};
-use torpor_sandbox::{SandboxId, SandboxSpec};
+use torpor_proto::agent::v1::{ExecInput, ExecStart, agent_client::AgentClient, exec_input, exec_output};
+use torpor_sandbox::{ComputeDriver, SandboxId, SandboxSpec};
 use torpor_test_kube::{Behaviour, Generation, Server};
 
 pub struct Bench {
@@ -20,6 +22,27 @@ pub fn object(id: &SandboxId) -> String {
 
 pub fn claim(id: &SandboxId) -> String {
     format!("torpor-{id}-workspace")
+}
+
+/// What a command writes, and what it ends with; none: its stream ended without a word of it.
+pub async fn exec(driver: &dyn ComputeDriver, id: &SandboxId, argv: &[&str]) -> (String, Option<i32>) {
+    let mut client = AgentClient::new(driver.agent(id).await.unwrap());
+    let argv = argv.iter().map(ToString::to_string).collect();
+    let input = ExecInput { kind: Some(exec_input::Kind::Start(ExecStart { argv, ..ExecStart::default() })) };
+    let requests = futures::stream::once(async { input }).chain(futures::stream::pending());
+    let mut output = client.exec(requests).await.unwrap().into_inner();
+    let (mut text, mut code) = (Vec::new(), None);
+    while let Some(message) = output.message().await.unwrap() {
+        match message.kind {
+            Some(exec_output::Kind::Stdout(bytes)) => text.extend_from_slice(&bytes),
+            Some(exec_output::Kind::Exit(exit)) => {
+                code = Some(exit.code);
+                break;
+            }
+            _ => {}
+        }
+    }
+    (String::from_utf8(text).unwrap(), code)
 }
 
 impl Bench {

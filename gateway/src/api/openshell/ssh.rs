@@ -43,7 +43,7 @@ impl Session {
 #[derive(Clone, Default)]
 pub struct Ssh(Arc<Mutex<HashMap<String, Session>>>);
 
-pub fn no_session() -> ApiError {
+fn no_session() -> ApiError {
     let text = "the session's token is not known, has expired, was revoked, or ended when its sandbox was put to rest";
     ApiError::new(Code::Unauthenticated, "SESSION_ENDED", text).with("next", "CreateSshSession")
 }
