@@ -15,7 +15,7 @@ use std::{
     },
     path::Path,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use nix::unistd::Pid;
@@ -24,6 +24,9 @@ use crate::container::STOP_GRACE;
 
 /// The flag of the program that connects.
 pub const CONNECT: &str = "--connect";
+/// For the first process of the pod to listen, and how often that is tried: less than hosts wait for an answer.
+const LISTENS: Duration = Duration::from_secs(3);
+const AGAIN: Duration = Duration::from_millis(20);
 /// Carried at once, bytes.
 const PIECE: usize = 64 << 10;
 /// What clusters and engines set themselves: it is about the first process, which is the agent.
@@ -38,7 +41,7 @@ const SHARE: f64 = 0.8;
 /// # Errors
 /// When nobody listens there, or a stream breaks.
 pub fn connect(path: &Path) -> io::Result<()> {
-    let mut socket = UnixStream::connect(path)?;
+    let mut socket = reach(path)?;
     // Without the buffers of the standard library, which wait for the end of a line.
     let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
     let mut output = File::from(io::stdout().as_fd().try_clone_to_owned()?);
@@ -49,6 +52,23 @@ pub fn connect(path: &Path) -> io::Result<()> {
         let _ = feed.shutdown(Shutdown::Write);
     });
     carry(&mut socket, &mut output)
+}
+
+/// The first process of a pod that has just begun to run may not listen yet. That is a moment, and ending for it would cost
+/// the host another exec.
+fn reach(path: &Path) -> io::Result<UnixStream> {
+    let end = Instant::now() + LISTENS;
+    loop {
+        match UnixStream::connect(path) {
+            Err(error)
+                if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+                    && Instant::now() < end =>
+            {
+                thread::sleep(AGAIN);
+            }
+            other => return other,
+        }
+    }
 }
 
 /// Each piece at once: the library's own copy may have the kernel wait for more.
@@ -110,6 +130,19 @@ pub fn is_way_in(pid: Pid) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_socket_that_is_not_there_yet_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("agent.sock");
+        let late = path.clone();
+        let listening = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            std::os::unix::net::UnixListener::bind(late).unwrap()
+        });
+        assert!(reach(&path).is_ok());
+        drop(listening.join().unwrap());
+    }
 
     #[test]
     fn only_what_the_image_sets_is_passed_on() {
